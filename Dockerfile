@@ -16,11 +16,11 @@ RUN .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e .
 
 FROM ${PYTHON_IMAGE}
 # libibverbs1, librdmacm1, ibverbs-providers: NCCL's way between nodes; without them it takes TCP and says nothing.
-# gcc: vLLM compiles kernels when it starts. wget: KubeRay's probes call it. procps: Ray's dashboard calls ps.
+# gcc: vLLM compiles kernels when it starts. g++: so does torch.compile (learner.compile). wget: KubeRay's probes call it. procps: Ray's dashboard calls ps.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        gcc ibverbs-providers libc6-dev libibverbs1 librdmacm1 procps wget \
+        g++ gcc ibverbs-providers libc6-dev libibverbs1 librdmacm1 procps wget \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home rayapp
 COPY --from=build --chown=10001:10001 /opt/rayapp /opt/rayapp

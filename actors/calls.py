@@ -1,6 +1,6 @@
-"""Awaiting a Ray actor: always with a deadline, and with errors that name which actor did not do what.
+"""Awaits calls of Ray actors, always with a deadline, and with errors that name the actor and the call.
 
-Used by the handles and the rollout worker. The only place that knows Ray's exception types.
+The handles and the rollout worker use it. The only module that knows Ray's exception types.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
-    """The result of a remote call.
+    """Await the result of a remote call.
 
     Args:
-        ref: what `.remote()` returned.
+        ref: result of `.remote()`.
         timeout_s: deadline of the call.
-        what: `vllm-server-0.load_weights`, for the message.
+        what: name of the call for messages, such as `vllm-server-0.load_weights`.
     Raises:
         DeadlineError: no answer in time.
         ProcessDiedError: the actor's process is gone or can't be reached.
         ObjectsLostError: an argument or the result was in a process or on a node that is gone.
-        RayappError: whatever our own code raised there, as it was.
+        RayappError: the error that our own code raised in the actor, unchanged.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -72,7 +72,7 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
     if isinstance(cause, RayappError | TimeoutError):
         return cause
-    # A store that is full goes on in files; only when their disk is full too does Ray give up, and names the disk.
+    # A full store spills to files; Ray fails only when their disk is full too, and names the disk.
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         return RayappError(
             f"{what}: Ray's object store is full. Raise cluster.object_store_mib, or --object-store-memory of "
@@ -93,18 +93,18 @@ def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
 
 
 def _last_line(error: BaseException) -> str:
-    """Of a traceback: what was raised."""
+    """Return a traceback's last line, which has the error."""
     return str(error).strip().rpartition("\n")[2].strip()
 
 
 def _first_lines(error: BaseException, num_lines: int = 3) -> str:
-    """Ray's messages run over pages; what happened is at the top."""
+    """Return the first lines of one of Ray's long messages, which have the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:num_lines])
 
 
 class Restartable:
-    """An actor whose process Ray starts again, and that tells which start it is."""
+    """Base of actors whose process Ray restarts; `incarnation` identifies each start."""
 
     @cached_property
     def _start(self) -> str:

@@ -1,8 +1,7 @@
-"""The engine of one group, in a rollout worker: requests that start together are one call to their server.
+"""Engine of one group in a rollout worker: batches requests that start together into one call of their server.
 
-A call through Ray costs as much processor time as everything else that a trajectory needs here.
-Completions come back as they end, those of one moment together. Later turns, which start one by one, are calls of one
-request.
+A call through Ray costs as much processor time as everything else that a trajectory needs here. Completions come back
+as they end, batched if they end together. Later turns start one by one, each with a call of its own.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ import numpy as np
 
 from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
-from rayapp.core.types import Completion, SamplingParams
-from rayapp.rollout.order import is_first_turn
+from rayapp.core.types import Completion, RequestId, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    request_id: str
+    request_id: RequestId
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     answer: asyncio.Future[Completion]
 
 
 class GroupCalls:
-    """`RolloutEngine` over one server: the whole group goes there, and its prefix cache then holds the prompt.
+    """`RolloutEngine` over one server for a whole group, whose prompt stays in the server's prefix cache.
 
     Args:
-        min_policy_version: the oldest weights that may sample.
-        cohort_size: requests that start together on this server, also those of other groups.
+        min_policy_version: oldest policy version that may sample.
+        cohort_size: number of requests that start together on this server, including those of other groups.
     """
 
     def __init__(self, server: VllmServerHandle, *, min_policy_version: int, cohort_size: int) -> None:
@@ -42,18 +40,18 @@ class GroupCalls:
         self._waiting: list[_Call] = []
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """Sample one completion.
 
         Raises:
             DeadlineError: the server did not answer in time.
-            EngineError: it is gone, or refuses the request.
+            EngineError: the server is gone, or refuses the request.
         """
         loop = asyncio.get_running_loop()
         call = _Call(request_id, prompt_ids, sampling, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) == 1:
-            # After everything that is ready to run now: the group's other trajectories, which ask in the same moment.
+            # Send after all tasks that are ready now, so that the group's other trajectories join this call.
             loop.call_soon(self._send)
         try:
             async with asyncio.timeout(self._server.request_timeout_s):
@@ -81,13 +79,13 @@ class GroupCalls:
             _settle(call, EngineError(f"{self._server.name} gave no answer to {call.request_id}"))
 
     def _request(self, call: _Call) -> GenerateRequest:
-        # A cohort is what starts together: later turns come when their tools are done, and wait for nobody.
-        cohort_size = self._cohort_size if is_first_turn(call.request_id) else 1
+        # Only first turns start as a cohort: later turns start when their tools are done, without waiting.
+        cohort_size = self._cohort_size if call.request_id.is_first_turn else 1
         return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:
-    """Once; whoever asked may have given up."""
+    """Set the outcome of a call, unless it has one or the caller was cancelled."""
     if call.answer.done():
         return
     if isinstance(outcome, Exception):

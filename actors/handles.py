@@ -1,13 +1,13 @@
-"""Typed handles of the Ray actors: what the driver and the workers call, with jump-to-definition and deadlines.
+"""Typed handles of the Ray actors, through which the driver and the workers call them with deadlines.
 
-A handle is plain data and travels to other actors as its name. Each method names the call, its deadline
-and its types; the work is in the class of the same name without `Handle`.
+A handle is plain data and is sent to other actors as its name. Each method has the call's name, deadline and types; the
+work is in the class of the same name without `Handle`.
 """
 
 from __future__ import annotations
 
 # mypy: disable-error-code="no-any-return"
-# What an actor answers is untyped: the signatures here are where its types are said.
+# Results of actor calls are untyped: the signatures here declare their types.
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,21 +23,22 @@ from rayapp.core.types import (
     FloatArray,
     GroupSummary,
     Int32Array,
+    RequestId,
     SamplingParams,
     SandboxSpec,
     Trajectory,
 )
-from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 
-ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
+ObjectRef = Any  # ray.ObjectRef[T] would need the types of the objects
 Facts = dict[str, Any]
 GROUP_MARGIN_S = 180.0
-"""Past a group's own deadline, which its worker keeps. One that does not is replaced before this is over."""
-GenerateRequest = tuple[str, Int32Array, SamplingParams, int, int]
-"""Arguments of `VllmServer.generate`: id, prompt, sampling, the oldest version that will do, size of the cohort."""
+"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this is over."""
+GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
+"""Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,16 @@ class Handle:
     name: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As a reference, an argument of a constructor would have to outlive every restart of the actor it made (Ray
-        # says so in red at each start); a name is looked up again each time.
+        # Send the name, which is looked up again each time: a reference in a constructor's arguments would have to
+        # outlive every restart of the actor (Ray warns of that at each start).
         others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("actor", "name"))
         return _found, (type(self), self.name, others)
 
     async def call(self, method: str, *args: Any, timeout_s: float, label: str | None = None) -> Any:
-        """What the actor's method answers.
+        """Call the actor's method and return its result.
 
         Args:
-            label: as of `labelled`; None: the call has the name that Ray gives it.
+            label: see `labelled`; None: the call has Ray's default name.
         """
         bound = getattr(self.actor, method) if label is None else self.labelled(method, label)
         return await self.answered(method, bound.remote(*args), timeout_s)
@@ -66,15 +67,15 @@ class Handle:
         return await answer(ref, timeout_s=timeout_s, what=f"{self.name}.{method}")
 
     def labelled(self, method: str, label: str, **options: Any) -> Any:
-        """The actor's method, whose calls the dashboard lists by who does what, in which step."""
+        """Return the actor's method, whose calls the dashboard lists by actor, method and `label`."""
         return getattr(self.actor, method).options(name=f"{self.name}.{method} {label}".rstrip(), **options)
 
     async def incarnation(self, timeout_s: float) -> str:
-        """Which start of the process answers. Not for learners: they answer only between steps."""
+        """Return an id of this start of the process. Not for learners: they answer only between steps."""
         return await self.call("incarnation", timeout_s=timeout_s)
 
     async def ping(self, timeout_s: float) -> str:
-        """`incarnation`, if a server or a worker also gets on with its work."""
+        """Return the `incarnation` if a server or worker makes progress with its work."""
         return await self.call("ping", timeout_s=timeout_s)
 
 
@@ -95,10 +96,10 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """Completions of requests that start together, by their position, as they end.
+        """Yield completions of requests that start together, with their position, as they end.
 
         Raises:
-            EngineDeadError: the server is gone; so is what has not come yet.
+            EngineDeadError: the server is gone, and so are the completions that were not yielded yet.
         """
         name = f"{self.name}.generate {requests[0][0]}"
         method = self.actor.generate_many.options(num_returns="streaming", name=name)
@@ -111,12 +112,12 @@ class VllmServerHandle(Handle):
             raise EngineDeadError(str(error)) from None
 
     async def load_weights(self, version: int, buckets: Sequence[ObjectRef]) -> Facts:
-        # A list of references and not the references themselves: the server maps each bucket when it needs it.
+        # Send a list of references, which Ray does not resolve: the server maps each bucket when it needs it.
         refs = list(buckets)
         return await self.call("load_weights", version, refs, timeout_s=self.sync_timeout_s, label=f"step={version}")
 
     async def go_on(self, timeout_s: float) -> int:
-        """Serve with the weights of an update that is whole. Policy version that it holds; -1 for none."""
+        """Serve with the weights of a complete update. Returns the policy version that it holds; -1 for none."""
         return await self.call("go_on", timeout_s=timeout_s)
 
     async def sleep(self) -> bool:
@@ -149,7 +150,7 @@ class LearnerHandle(Handle):
     async def train_step(
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, groups: Sequence[ObjectRef]
     ) -> dict[str, float]:
-        """`groups` are references; Ray resolves top-level arguments in the learner's process, not here."""
+        """Train a step; `groups` are references, which Ray resolves in the learner's process."""
         return await self._of_step("train_step", step, summaries, shares, *groups, label=f"step={step}")
 
     async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
@@ -162,17 +163,17 @@ class LearnerHandle(Handle):
         return await self._of_step("log_probs_before", label=f"step={step}")
 
     def export_weights(self, version: int, bucket_bytes: int) -> Any:
-        """Streams references to `WeightBucket`; owned by the caller. Ranks other than 0 yield nothing."""
+        """Stream references to `WeightBucket`, owned by the caller. Ranks other than 0 yield nothing."""
         return self.labelled("export_weights", f"step={version}", num_returns="streaming").remote(bucket_bytes)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
-        """Address of this learner's node, and a port that is free there now."""
+        """Return the address of this learner's node, and a port that is free there now."""
         return await self.call("free_address", timeout_s=timeout_s)
 
     async def open_weight_group(
-        self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
+        self, servers: tuple[VllmServerHandle, ...], plan: TransferRanks, address: tuple[str, int], timeout_s: float
     ) -> None:
-        # Each side's own deadline is timeout_s, and vLLM's over NCCL is 300 s; this one is for a process that hangs.
+        # Both sides enforce timeout_s, and vLLM 300 s over NCCL; this deadline is for a process that hangs.
         last_s = 2 * timeout_s + 300.0 + 60.0
         await self.call("open_weight_group", servers, plan, address, timeout_s, timeout_s=last_s)
 
@@ -183,7 +184,7 @@ class LearnerHandle(Handle):
         await self._of_step("begin_checkpoint", folder, version, label=f"step={version}")
 
     async def checkpoint_done(self) -> bool:
-        """Answered between two steps."""
+        """Return whether the checkpoint is written; answered between two steps."""
         return await self._of_step("checkpoint_done")
 
     async def load_checkpoint(self, folder: str) -> int:
@@ -198,7 +199,7 @@ class LearnerHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxReaperHandle(Handle):
-    """See `actors.sandbox_reaper.SandboxReaper`."""
+    """See `actors.sandbox_pool.SandboxReaper`."""
 
     async def beat(self, labels: dict[str, str], timeout_s: float = 10.0) -> None:
         await self.call("beat", labels, timeout_s=timeout_s)
@@ -212,14 +213,14 @@ class SandboxPoolHandle(Handle):
     """See `actors.sandbox_pool.SandboxPool`."""
 
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
-        """Before `ready`: whom the pool tells that the run lives."""
+        """Set the reaper that gets the pool's heartbeats. Call it before `ready`."""
         await self.call("guard", reaper, timeout_s, timeout_s=timeout_s + 10.0)
 
     async def ready(self, timeout_s: float) -> Facts:
         return await self.call("ready", timeout_s=timeout_s)
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
-        # The pool keeps the caller's deadline itself; the margin is for a pool that hangs.
+        # The pool enforces the caller's deadline; the margin is for a pool that hangs.
         ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         return await self.answered("acquire", ref, timeout_s + 10.0)
 
@@ -230,7 +231,7 @@ class SandboxPoolHandle(Handle):
         await self.call("heartbeat", holder, timeout_s=10.0)
 
     async def reclaim(self, holder: str) -> int:
-        """A holder is dead: what it held serves others from now on."""
+        """Take back the leases of a holder that is dead."""
         return await self.call("reclaim", holder, timeout_s=10.0)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
@@ -253,24 +254,24 @@ class RolloutWorkerHandle(Handle):
         return await self.call("ready", timeout_s=timeout_s)
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, ObjectRef]:
-        """Returns the summary and a *reference* to the Group."""
+        """Run a group; returns the summary and a *reference* to the Group."""
         return await self._group("run_group", request, f"step={request.policy_version + 1} group={request.group_id}")
 
     async def evaluate(self, request: GroupRequest, step: int) -> tuple[GroupSummary, ObjectRef]:
-        """Samples of one prompt after `step`: their numbers, and a *reference* to the Group."""
+        """Sample one prompt after `step`; returns the summary and a *reference* to the Group."""
         return await self._group("evaluate", request, f"step={step} prompt={request.group_id}")
 
     async def _group(self, method: str, request: GroupRequest, label: str) -> tuple[GroupSummary, ObjectRef]:
         group_ref, summary_ref = self.labelled(method, label, num_returns=2).remote(request)
-        # The group's own deadline is kept in the worker; this one is for a worker that hangs.
+        # The worker enforces the group's deadline; this one is for a worker that hangs.
         return await self.answered(method, summary_ref, self.group_deadline_s + GROUP_MARGIN_S), group_ref
 
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        """By source."""
+        """Return the number of prompts of an evaluation, by source."""
         return await self.call("num_eval_prompts", timeout_s=timeout_s)
 
     async def num_train_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
-        """By source."""
+        """Return the number of prompts of an epoch, by source."""
         return await self.call("num_train_prompts", timeout_s=timeout_s)
 
     async def close(self, timeout_s: float = 10.0) -> None:

@@ -2,8 +2,8 @@
 
 Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
 
-What needs PyTorch is imported where it is used: the driver imports this module to start the actor, and would spend
-seconds on what it has no use for.
+Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, and
+doesn't need PyTorch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from actors.spawn import free_address
 from actors.weight_client import ServersClient
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, first_line
-from rayapp.core.imports import large_imports
 from rayapp.core.logs import about, label_logs
+from rayapp.core.names import large_imports
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
-from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
-from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.fetch import with_local_model
 
 if TYPE_CHECKING:
     from rayapp.learner.state.checkpoint import SaveInProgress
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 
 class Learner:
-    """See the module.
+    """Actor of one learner rank.
 
     Args:
-        config: of the run.
+        config: config of the run.
         rank: N of the name.
         world_size: number of learners.
-        master_address, master_port: where rank 0 lets the others find it. Unused when it is alone.
+        master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
@@ -79,25 +79,27 @@ class Learner:
         return f"learner-{self._rank}"
 
     @contextmanager
-    def _borrowing_gpu(self, *, trains: bool = False) -> Iterator[None]:
-        """Around what computes: the memory that it used is the server's afterwards, where they share a GPU.
+    def _borrowing_gpu(self, *, weights: bool = True, trains: bool = False) -> Iterator[None]:
+        """Context manager for computations, after which the GPU's memory goes to the server that shares it, if any.
 
         Args:
-            trains: it needs the optimizer's state too.
+            weights: the computation needs the model's weights.
+            trains: it also needs the optimizer's state and the models that don't learn.
         """
         from rayapp.learner.memory.idle import moments_of, weights_of
 
         learner = self._learner
-        self._idle.fetch(weights_of(learner.model, *learner.frozen.values()))
-        if trains:
-            self._idle.fetch(moments_of(learner.optimizer))
         try:
+            if weights:
+                self._idle.fetch(weights_of(learner.model, *(learner.frozen.values() if trains else ())))
+            if trains:
+                self._idle.fetch(moments_of(learner.optimizer))
             yield
         finally:
             self._rest()
 
     def _rest(self) -> None:
-        """Give the GPU back. When every rank has answered, the driver wakes the servers."""
+        """Give the GPU back. When every rank has done so, the driver wakes the servers."""
         from rayapp.learner.distributed import give_back_memory
         from rayapp.learner.memory.idle import moments_of, weights_of
 
@@ -108,7 +110,7 @@ class Learner:
         give_back_memory(self._config, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
-        """Facts for the log."""
+        """Return facts for the log."""
         parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
         ranks = self._learner.ranks
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
@@ -116,7 +118,7 @@ class Learner:
     def train_step(
         self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
-        """One step on the groups that `summaries` describe, of which this rank got `shares[data rank]`, in that order.
+        """Train one step on the groups of `summaries`, of which this rank gets its `shares[data rank]`, in that order.
 
         Returns:
             Metrics; rank 0's are those of all ranks.
@@ -129,7 +131,7 @@ class Learner:
         return metrics
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
-        """One step on this rank's demonstrations; see `rayapp.learner.supervised`."""
+        """Take one step on this rank's demonstrations; see `rayapp.learner.supervised`."""
         from rayapp.learner.supervised import supervised_step
 
         with about(step=step), self._borrowing_gpu(trains=True):
@@ -138,18 +140,18 @@ class Learner:
         return metrics
 
     def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
-        """The loss of demonstrations that are dealt to the ranks, without learning from them."""
+        """Return the loss of demonstrations over all ranks, without training on them."""
         from rayapp.learner.supervised import supervised_loss
 
         with self._borrowing_gpu():
             return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
-        """What the weights before the last step thought of its sampled tokens; see `PolicyLearner.log_probs_before`."""
+        """Return the last step's log-probs under the weights before it; see `PolicyLearner.log_probs_before`."""
         return self._learner.log_probs_before
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
+        """Yield weights in bfloat16 by their Hugging Face names. All ranks gather; only rank 0 yields."""
         from rayapp.learner.state.export import export_buckets
 
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
@@ -157,21 +159,21 @@ class Learner:
             yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
 
     def free_address(self) -> tuple[str, int]:
-        """Where others can find this process: its node's address and a port that is free now."""
+        """Return this node's address and a port that is free now."""
         return free_address()
 
     def open_weight_group(
-        self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
+        self, servers: tuple[VllmServerHandle, ...], plan: TransferRanks, address: tuple[str, int], timeout_s: float
     ) -> None:
         """Form the group through which `send_weights` reaches the engines; see `rayapp.learner.state.sender`.
 
         Args:
-            address: where rank 0 listens.
+            address: address at which rank 0 listens.
         Raises:
             ConfigError: the transport needs a GPU.
-            WeightSyncError: somebody did not join in time.
+            WeightSyncError: a server or learner did not join in time.
         """
-        # Here and not at the top: it imports vLLM, which learners of other transports have no use for.
+        # Import it here: it imports vLLM, which learners with other transports don't need.
         from rayapp.learner.state.sender import LearnerSource, WeightSender
 
         if self._sender is not None:
@@ -189,10 +191,10 @@ class Learner:
         )
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Give every server of the group the weights as they are, under this version.
+        """Send every server of the group the current weights, as this version.
 
         Raises:
-            WeightSyncError: they did not all get there; the group is of no use any more.
+            WeightSyncError: a server did not get all weights; the group can't be used any more.
         """
         assert self._sender is not None, "open_weight_group comes first"
         assert self._client is not None
@@ -204,18 +206,19 @@ class Learner:
         return {"bytes": float(source.num_bytes), "seconds": seconds, "num_checked": float(len(source.checksums))}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
-        """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
+        """Copy the state to host memory and start to write it; call `checkpoint_done` next. Collective."""
         from rayapp.learner.state.checkpoint import begin_save
 
         assert self._saving is None, "a checkpoint is still being written"
-        with self._borrowing_gpu(trains=True):
-            self._saving = begin_save(self._learner, folder, version)
+        # Parked state is saved from host memory: a server's KV cache may occupy the GPU.
+        with self._borrowing_gpu(weights="hf_model" in self._config.checkpoint.save_contents):
+            self._saving = begin_save(self._learner, folder, version, self._idle.on_host)
 
     def checkpoint_done(self) -> bool:
-        """Whether this rank's part of the checkpoint that began is written. Asked again until it is.
+        """Return whether this rank's part of the checkpoint is written. Call it until it is.
 
         Raises:
-            CheckpointError: it can't be written whole.
+            CheckpointError: the checkpoint can't be written.
         """
         assert self._saving is not None, "no checkpoint has begun"
         if not self._saving.is_done():
@@ -225,7 +228,7 @@ class Learner:
         return True
 
     def load_checkpoint(self, folder: str) -> int:
-        """Read them back, whatever the number of ranks that wrote them; returns the version."""
+        """Load a checkpoint that any number of ranks wrote; returns its policy version."""
         from rayapp.learner.state.checkpoint import load_learner
 
         with self._borrowing_gpu(trains=True):
@@ -239,8 +242,8 @@ class Learner:
             export_hf(self._config, self._learner.model, Path(folder), self._learner.ranks)
 
     def log_probs_of(self, group: Group) -> list[FloatArray]:
-        """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""
-        from rayapp.learner.scoring import log_probs_of
+        """Return log-probs of each trajectory's response tokens under the current weights. Collective when sharded."""
+        from rayapp.learner.supervised import log_probs_of
 
         with self._borrowing_gpu():
             return log_probs_of(self._learner, group)

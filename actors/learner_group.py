@@ -22,13 +22,13 @@ from rayapp.core.errors import (
     WeightSyncError,
 )
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
-from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
 
 T = TypeVar("T")
 
 DEATH_NOTICE_S = 10.0
-"""From a rank's death to the others' and Ray's word of it."""
+"""Time from a rank's death until the other ranks fail and Ray reports it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +37,12 @@ class LearnerGroup:
 
     handles: tuple[LearnerHandle, ...]
     config: Config
-    plan: TransferPlan | None = None
-    """Of a transport that goes straight to the engines."""
+    plan: TransferRanks | None = None
+    """Ranks of the weight group; None if weights go through the object store."""
     _written: set[str] = field(default_factory=set, init=False, repr=False)
-    """Ranks that are done with the checkpoint that is being written."""
+    """Names of the ranks that have written their part of the present checkpoint."""
     _version: int | None = field(default=0, init=False, repr=False)
-    """Steps that what every rank holds has been trained for; None while one is taken, and after one that broke off."""
+    """Policy version that every rank holds; None during a step, and after a step that broke off."""
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
     """Unset while a step is trained."""
 
@@ -59,7 +59,7 @@ class LearnerGroup:
         await self._at_rest.wait()
 
     def holds(self, version: int) -> bool:
-        """Whether every rank holds exactly the weights and the optimizer of this version."""
+        """Return True if every rank holds exactly the weights and the optimizer of this version."""
         return self._version == version
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
@@ -107,7 +107,7 @@ class LearnerGroup:
         return float(losses[0])
 
     def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        """By rank, the longest first, each to where there are the fewest tokens so far."""
+        """Return the rows of each rank: rows go, longest first, to the rank with the fewest tokens so far."""
         dealt: list[list[Trajectory]] = [[] for _ in range(self._data_parallel)]
         loads = [0] * len(dealt)
         for row in sorted(rows, key=lambda row: -row.num_tokens):
@@ -117,7 +117,7 @@ class LearnerGroup:
         return self._of_ranks(dealt)
 
     def _of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """By rank what its group of ranks gets: those that share micro-batches get the same."""
+        """Return the part of each rank, by rank: ranks that share micro-batches get the same part."""
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
@@ -140,7 +140,7 @@ class LearnerGroup:
             async for ref in streams[0]:
                 yield ref
             for stream in streams[1:]:
-                # Gathering is collective: the other ranks yield nothing, but an error there must be heard.
+                # Gathering is collective: the other ranks yield nothing, but their errors must be raised.
                 async for _ in stream:
                     raise AssertionError("only rank 0 yields weights")
         except RayActorError as error:
@@ -150,7 +150,7 @@ class LearnerGroup:
         """Every rank makes its end of a new group with these servers; rank 0 listens on its own node.
 
         Raises:
-            WeightSyncError: somebody did not join in time.
+            WeightSyncError: a member did not join in time.
         """
         assert self.plan is not None, "the group has a plan when the transport needs one"
         address = await self.handles[0].free_address(timeout_s)
@@ -159,7 +159,7 @@ class LearnerGroup:
         )
 
     async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Give the group's servers the weights as they are. Returns rank 0's bytes and seconds.
+        """Send the present weights to the group's servers. Returns rank 0's bytes and seconds.
 
         Raises:
             WeightSyncError: they did not all get there; the ranks are as they were.
@@ -186,7 +186,7 @@ class LearnerGroup:
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 
     async def checkpoint_done(self) -> bool:
-        """Whether every rank has written its part.
+        """Return True if every rank has written its part.
 
         Raises:
             CheckpointError: one can't.
@@ -197,7 +197,7 @@ class LearnerGroup:
         return len(self._written) == len(self.handles)
 
     async def load_checkpoint(self, folder: Path) -> int:
-        """Version that the checkpoint holds."""
+        """Load a checkpoint. Returns the policy version that it holds."""
         versions = await self._all(handle.load_checkpoint(str(folder)) for handle in self.handles)
         self._version = int(versions[0])
         return self._version
@@ -207,7 +207,7 @@ class LearnerGroup:
         await self._all(handle.export_hf(str(folder)) for handle in self.handles)
 
     async def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Every rank's answer.
+        """Return every rank's answer.
 
         Raises:
             LearnersLostError: a rank died or hangs, or what it was to train on was on a node that is gone: the others

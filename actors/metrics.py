@@ -1,8 +1,8 @@
-"""From a run's scalars to Ray's metrics endpoint, which Prometheus scrapes. Used inside Ray processes: by the driver as
-a tracker, by the sandbox pool, the servers and the rollout workers for what they know between steps.
+"""Reports a run's scalars to Ray's metrics endpoint, which Prometheus scrapes.
 
-What is reported, under which name, is `rayapp.runs.tracking.operator_metrics`. Every series carries the run's name, and
-nothing that has many values: no prompt, no sandbox, no group.
+Used inside Ray processes: by the driver as a tracker, and by the sandbox pool, the servers and the rollout workers for
+their own metrics between steps. `rayapp.runs.tracking.operator_metrics` lists the metrics. Every series has the run's
+name as a label, and no label with many values, such as prompts, sandboxes or groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reporter:
 
     Args:
         run_name: label `run` of every series.
-        clock: Unix time, for the metrics that say when something last happened.
+        clock: Unix time, for metrics of the last time of an event.
     """
 
     def __init__(self, run_name: str, clock: Callable[[], float] = time.time) -> None:
@@ -37,7 +37,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def report(self, scalars: Mapping[str, float]) -> None:
-        """Set every metric that these scalars feed."""
+        """Set every metric that is computed from these scalars."""
         present: dict[str, set[Labels]] = {}
         with self._lock:
             for sample in samples(scalars, now=self._clock()):
@@ -48,7 +48,7 @@ class Reporter:
                     self._clear_absent(metric, present.get(metric.name, set()))
 
     def repeat(self) -> None:
-        """Report the last values again: Ray forgets a gauge that was not set for a while."""
+        """Report the last values again, as Ray drops a gauge that was not set for a while."""
         with self._lock:
             for (name, labels), value in self._last.items():
                 self._set(BY_NAME[name], labels, value)
@@ -58,12 +58,12 @@ class Reporter:
         self._metric(metric).set(value, tags=self._tags(labels))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """One observation of a histogram."""
+        """Add an observation to a histogram."""
         metric = BY_NAME[name]
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
-        """A cause of failures that is over must not be drawn on for ever."""
+        """Set series that are missing in `present` to 0, such as a cause of failures that is over."""
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
             self._set(metric, labels, 0.0)
@@ -78,23 +78,23 @@ class Reporter:
             if metric.kind == "histogram":
                 made: Any = ray_metrics.Histogram(metric.name, boundaries=list(metric.buckets), **options)
             else:
-                # Counters too: Ray's own can't start at 0, and Prometheus sees no increase in a series' first value.
+                # Use gauges for counters too: Ray's counters can't start at 0, so that Prometheus misses the first one.
                 made = ray_metrics.Gauge(metric.name, **options)
             self._made[metric.name] = made
         return self._made[metric.name]
 
 
 class MetricsTracker:
-    """The driver's part, as a `rayapp.core.protocols.Tracker`. Make it once Ray is connected.
+    """The driver's `rayapp.core.protocols.Tracker`. Make it when Ray is connected.
 
     Args:
-        run_name: of the run.
+        run_name: name of the run.
         num_steps: train.num_steps.
     """
 
     def __init__(self, run_name: str, num_steps: int) -> None:
         self._reporter = Reporter(run_name)
-        # A run that never saved is as old as its start: so that the alert on old checkpoints sees it.
+        # Count the start as a save, so that the alert on old checkpoints sees a run that never saved.
         self._reporter.report(
             {"run/num_steps": float(num_steps), "timing_s/checkpoint_write": 0.0, "timing_s/step": 0.0}
         )
@@ -104,7 +104,7 @@ class MetricsTracker:
         self._thread.start()
 
     def _repeat_for_ever(self) -> None:
-        # A step may take an hour; how long ago the last one was is then what matters most.
+        # A step may take an hour, and the time since the last one must not drop out.
         while not self._closed.wait(REPEAT_EVERY_S):
             self._reporter.repeat()
 
@@ -112,6 +112,6 @@ class MetricsTracker:
         self._reporter.report(of_step(step, metrics))
 
     def close(self) -> None:
-        """Series end with this process. Idempotent."""
+        """Stop repeating; the series end with this process. Idempotent."""
         self._closed.set()
         self._thread.join()

@@ -1,8 +1,8 @@
-"""`model-server-NAME`: `vllm serve` of a model that the run does not train. Whoever asks it does so over HTTP.
+"""`model-server-NAME`: runs `vllm serve` for a model that the run does not train. Its clients use HTTP.
 
     Ray actor --standard input--> keeper -> vllm serve -> its engine's processes
 
-All of them end with the actor, with SIGKILL too. Another start of the actor listens where the first one did.
+All of them end with the actor, even on SIGKILL. After a restart the actor listens at the same address.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from actors.calls import Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
-from rayapp.config.model_servers import ModelServerSection
+from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
-from rayapp.core.programs.kept import kept
+from rayapp.core.programs import kept
 from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
 
@@ -33,11 +33,11 @@ POLL_S = 0.5
 HEALTH_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
 Command = Callable[[ModelServerSection, str, str, int], Sequence[str]]
-"""(section, model folder, host, port) -> what is run."""
+"""Function (section, model folder, host, port) -> command line."""
 
 
 def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) -> list[str]:
-    """The command of a model server."""
+    """Return the command line of a model server."""
     options: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -45,21 +45,21 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
-    # What `vllm serve` runs. That one asks for the version of a package `vllm`, which the build for CPUs is not called.
+    # `vllm serve` runs this module, but also needs a package named `vllm`, and the CPU build has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     for name, value in options.items():
-        # Flags of vLLM are a pair: --enforce-eager and --no-enforce-eager.
+        # vLLM's flags come in pairs: --enforce-eager and --no-enforce-eager.
         command += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     return command
 
 
 class ModelServer(Restartable):
-    """See the module.
+    """Actor of one model server.
 
     Args:
-        config: of the run.
+        config: config of the run.
         section: one of its model_servers.
-        command: what serves it; `vllm_serve` but for tests.
+        command: makes the command line; tests replace `vllm_serve`.
     """
 
     def __init__(self, config: Config, section: ModelServerSection, command: Command = vllm_serve) -> None:
@@ -73,14 +73,14 @@ class ModelServer(Restartable):
         return f"model-server-{self._section.name}"
 
     async def start(self, address: tuple[str, int] | None = None) -> tuple[str, int]:
-        """Serve, and return where once it answers.
+        """Start the server, and return its address when it answers.
 
         Args:
-            address: where an earlier start did, and those who ask still do.
+            address: address of an earlier start, which clients still use.
         Raises:
-            EngineError: the server ended, or that address is another node's.
+            EngineError: the server ended, or the address is another node's.
         """
-        from rayapp.storage.models.prefetch import with_local_model
+        from rayapp.storage.models.fetch import with_local_model
 
         here = free_address()
         host, port = address or here
@@ -102,10 +102,10 @@ class ModelServer(Restartable):
         return host, port
 
     async def ping(self) -> str:
-        """`incarnation`, if the server answers.
+        """Return the `incarnation` if the server answers.
 
         Raises:
-            EngineDeadError: it does not.
+            EngineDeadError: it does not answer.
         """
         self._check_runs()
         if not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
@@ -122,7 +122,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what the keeper would have killed, too
+            os.killpg(process.pid, signal.SIGKILL)  # the keeper, and the server that it would have killed
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -135,7 +135,7 @@ class ModelServer(Restartable):
 
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """The keeper of a command. It ends that when its standard input does: with this process, however that ends."""
+    """Start a command under a keeper, which ends it when its standard input closes: when this process ends."""
     return subprocess.Popen(kept(command), stdin=subprocess.PIPE, start_new_session=True)
 
 

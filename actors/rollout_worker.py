@@ -1,8 +1,8 @@
 """`rollout-worker-N`: runs many groups at once, from prompt to verdicts. A thin shell around `rayapp.rollout`.
 
 The driver calls `run_group` and gets two objects: the group, which stays in the object store and goes to a learner by
-reference, and its summary. Both are the call's return values, so the driver owns them: a worker that dies later does
-not take finished groups with it.
+reference, and its summary. Both are the call's return values, so the driver owns them, and finished groups survive
+the worker.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from actors.calls import Restartable
 from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
-from rayapp.config.algorithm_names import NEEDS_GREEDY_BASELINE
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
 from rayapp.core.logs import about, label_logs
-from rayapp.core.names.given import add_given
-from rayapp.core.timing.stall_detection import InHand
+from rayapp.core.names import add_given
+from rayapp.core.timing import InHand
 from rayapp.core.types import Group, GroupSummary, SamplingParams
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import (
@@ -30,27 +30,27 @@ from rayapp.rollout.order import (
     evaluation_seed,
     neighbours,
 )
-from rayapp.rollout.overlong_penalty import shape_group
 from rayapp.rollout.sources import RunGroups, open_groups
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers.table import local_provider, remote_providers
+from rayapp.tasks.verdict import shape_group
 
 log = logging.getLogger(__name__)
 LATE_S = 60.0
-"""Past its own deadline, until a group that has not ended means that this process does not get on."""
+"""Time after a group's deadline; if the group has not ended then, this process counts as stalled."""
 CLOSE_WAIT_S = 5.0
-"""For groups that are cancelled to give back what they hold."""
+"""Time for cancelled groups to release their sandboxes."""
 
 
 class RolloutWorker(Restartable):
-    """See the module.
+    """Actor of one rollout worker.
 
     Args:
-        config: of the run.
+        config: config of the run.
         index: N of the name.
         servers: every vLLM server.
-        pool: where sandboxes come from.
-        given: tasks and reward functions of the program that started the run; see `rayapp.core.names.given`.
+        pool: pool that leases sandboxes.
+        given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class RolloutWorker(Restartable):
         return f"rollout-worker-{self._index}"
 
     async def ready(self) -> dict[str, float]:
-        """Facts for the log, once tasks or data, tools and sandboxes are usable."""
+        """Return facts for the log when tasks or data, tools and sandboxes are ready."""
         if self._groups is None:
             self._groups = await open_groups(self._config, self._sandboxes)
         return {"num_eval_prompts": float(sum(self._groups.num_eval_prompts))}
 
     async def ping(self) -> str:
-        """`incarnation`, if no group is in hand long after its deadline.
+        """Return the `incarnation` if no group is still running long after its deadline.
 
         Raises:
-            StalledError: one is.
+            StalledError: a group is.
         """
-        self._in_hand.check_ends(self._config.rollout.group_deadline_s + LATE_S, who=repr(self), work="groups")
+        self._in_hand.check_ends(self._config.group_deadline_s + LATE_S, who=repr(self), work="groups")
         return await self.incarnation()
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
-        """One group of training; Ray stores the two results as two objects."""
+        """Run one training group; Ray stores the two results as two objects."""
         config = self._ready_groups().config_of(request)
         with about(step=request.policy_version + 1, group=request.group_id):
             has_baseline = config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE
@@ -117,7 +117,7 @@ class RolloutWorker(Restartable):
             return shape_group(group, summary, config)
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
-        """Samples of one prompt for evaluation: seeds apart from training's."""
+        """Sample one prompt for evaluation, with other seeds than training."""
         config = self._ready_groups().config_of(request)
         return await self._sample(
             request,
@@ -128,11 +128,11 @@ class RolloutWorker(Restartable):
         )
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
-        """Prompts of one evaluation by source."""
+        """Return the number of prompts of one evaluation, by source."""
         return self._ready_groups().num_eval_prompts
 
     async def num_train_prompts(self) -> tuple[int, ...]:
-        """Prompts of one epoch by source."""
+        """Return the number of prompts of one epoch, by source."""
         return self._ready_groups().num_train_prompts
 
     async def _sample(
@@ -147,7 +147,7 @@ class RolloutWorker(Restartable):
                 sampling=SamplingParams(max_tokens=config.rollout.max_completion_tokens, temperature=temperature),
                 group_size=num_samples,
                 seed=seed,
-                deadline_s=config.rollout.group_deadline_s,
+                deadline_s=config.group_deadline_s,
             )
 
     @contextmanager
@@ -177,10 +177,10 @@ class RolloutWorker(Restartable):
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
 
     async def close(self) -> None:
-        """End the groups in hand, what tools hold, and give every sandbox back."""
+        """End running groups, release the tools' resources, and give every sandbox back."""
         groups, self._groups = self._groups, None
         try:
-            # First: they would go on in sandboxes that are gone, and fail where nobody waits for them any more.
+            # End the groups first: otherwise they would go on in sandboxes that are gone, and fail unawaited.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()

@@ -1,13 +1,20 @@
-"""`sandbox-pool`: who uses which sandbox, over all rollout workers. A thin shell around `rayapp.sandbox.pool.pool`.
+"""Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote ones left behind.
 
-It makes and ends remote sandboxes and hands out leases; code and outputs never pass through it. Owned by the driver:
-when the driver is gone, Ray ends this process, and what it leaves at a provider falls to the reaper.
+The pool, a thin shell around `rayapp.sandbox.pool.pool`, makes and ends remote sandboxes and leases sandboxes to all
+rollout workers; code and outputs never pass through it. The driver owns it: when the driver is gone, Ray ends the pool,
+and the reaper ends the sandboxes that remain at a provider.
+
+The reaper, a thin shell around `sandbox.reaper`, is detached: it belongs to the Ray cluster and survives a SIGKILL of
+the driver. Without the pool's heartbeats it ends the run's sandboxes and then itself. The pool dismisses it when no
+sandbox is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+
+import ray
 
 from actors.calls import Restartable
 from actors.handles import SandboxReaperHandle
@@ -18,19 +25,21 @@ from rayapp.core.logs import label_logs
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.build import build_pool, labels_of
+from rayapp.sandbox.pool.reaper import Reaper
+from rayapp.sandbox.providers.table import listing_providers
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
 CLOSE_TIMEOUT_S = 15.0
-"""Well below the driver's deadline for `close`: past that this process is killed in the middle of ending sandboxes."""
+"""Deadline for ending sandboxes, well below the driver's deadline for `close`, after which this process is killed."""
 
 
 class SandboxPool(Restartable):
-    """See the module.
+    """Actor of the sandbox pool.
 
     Args:
-        config: of the run's sandboxes.
-        run_name: labels the sandboxes; for the dashboard.
+        config: config of the run's sandboxes.
+        run_name: label of the sandboxes, also for the dashboard.
     Raises:
         SandboxConfigError: a provider's package or key is not there.
     """
@@ -47,12 +56,12 @@ class SandboxPool(Restartable):
         return f"sandbox-pool({self._run_name})"
 
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
-        """From now on tell the reaper that this run lives. Called before `ready`, so before any sandbox exists."""
+        """Send heartbeats to the reaper from now on. Called before `ready`, so before any sandbox exists."""
         self._reaper = reaper
         await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
-        """End what an earlier run of this name left on this host, then start the housekeeping. Returns `stats`."""
+        """End sandboxes of an earlier run of this name on this host, then start the housekeeping. Returns `stats`."""
         if not self._chores:
             await self._sweep(stray_after_s=0.0)
             self._chores = [
@@ -78,7 +87,7 @@ class SandboxPool(Restartable):
             try:
                 await reaper.beat(labels_of(self._run_name))
             except RayappError as error:
-                # A run without its reaper still ends its sandboxes itself, and the providers' time limits remain.
+                # Without its reaper a run still ends its sandboxes itself, and the providers' time limits remain.
                 log.warning("the sandbox reaper does not answer: %s", error)
 
     async def _sweep_for_ever(self) -> None:
@@ -87,8 +96,8 @@ class SandboxPool(Restartable):
             await self._sweep()
 
     async def _sweep(self, stray_after_s: float | None = None) -> None:
-        keepers = [source.keeper for source in self._pool.sources if source.keeper is not None]
-        ended = sum(await asyncio.gather(*(keeper.sweep(stray_after_s=stray_after_s) for keeper in keepers)))
+        stocks = [source.stock for source in self._pool.sources if source.stock is not None]
+        ended = sum(await asyncio.gather(*(stock.sweep(stray_after_s=stray_after_s) for stock in stocks)))
         if ended:
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 
@@ -105,7 +114,7 @@ class SandboxPool(Restartable):
         self._pool.heartbeat(holder)
 
     async def reclaim(self, holder: str) -> int:
-        """A holder is dead: take back what it held. Returns how many leases."""
+        """Take back the leases of a holder that is dead. Returns their number."""
         return self._pool.reclaim_of(holder)
 
     async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
@@ -113,7 +122,7 @@ class SandboxPool(Restartable):
         self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
-        """`sandbox/*` metrics."""
+        """Return `sandbox/*` metrics."""
         return self._pool.stats()
 
     async def close(self) -> None:
@@ -123,7 +132,7 @@ class SandboxPool(Restartable):
             chore.cancel()
         left = await self._pool.close(timeout_s=CLOSE_TIMEOUT_S)
         if left:
-            # The reaper is not dismissed: it hears no more, and tries for longer than this process can wait.
+            # Don't dismiss the reaper: without heartbeats it ends them, and tries for longer than this process can.
             log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
         elif self._reaper is not None:
             reaper, self._reaper = self._reaper, None
@@ -131,3 +140,41 @@ class SandboxPool(Restartable):
                 await reaper.dismiss()
             except RayappError as error:
                 log.warning("the sandbox reaper does not answer: %s", error)
+
+
+class SandboxReaper:
+    """Actor of the reaper. Construct it inside a running event loop, as Ray does for async actors.
+
+    Args:
+        config: config of the run's sandboxes.
+        run_name: name of the run, for the log and the dashboard.
+    Raises:
+        SandboxConfigError: a provider's package or key is not there.
+    """
+
+    def __init__(self, config: SandboxConfig, run_name: str) -> None:
+        label_logs(run_name)
+        self._run_name = run_name
+        self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
+        # Watch from here on, not from the first beat: if the driver dies in between, this process must still end.
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch the run")
+
+    def __repr__(self) -> str:
+        return f"sandbox-reaper({self._run_name})"
+
+    async def beat(self, labels: dict[str, str]) -> None:
+        """Note a heartbeat of the run, whose sandboxes have these labels."""
+        self._reaper.beat(labels)
+
+    async def dismiss(self) -> None:
+        """Stop watching: the run has ended in order."""
+        self._reaper.dismiss()
+
+    async def _watch(self) -> None:
+        try:
+            num_ended = await self._reaper.watch()
+            if num_ended:
+                log.warning("run %s is gone; ended %d of its sandboxes", self._run_name, num_ended)
+        finally:
+            # A detached actor has no owner: without this it would stay forever.
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

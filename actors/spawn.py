@@ -2,15 +2,14 @@
 
 role             class           name in the dashboard    restarts by Ray
 sandbox pool     SandboxPool     sandbox-pool             any: the driver counts them, and makes each ready again
-rollout worker   RolloutWorker   rollout-worker-N         any: the same; its groups are issued again
-vLLM server      VllmServer      vllm-server-N            any: the same; it must be synced before it serves
-model server     ModelServer     model-server-NAME        any: the same; it listens where it did
+rollout worker   RolloutWorker   rollout-worker-N         any: as above; its groups are issued again
+vLLM server      VllmServer      vllm-server-N            any: as above; it must be synced before it serves
+model server     ModelServer     model-server-NAME        any: as above; it listens at the same address
 learner          Learner         learner-N                0: its process group is gone with it
-sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobody else would start it again
-(scripted server, instant learner: `actors.stand_ins`, under the names of the real ones)
+sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, so the driver can't restart it
 
-Classes stay plain, so that tests construct them without Ray. What a role's process needs in its environment is in
-`environments/<role>.yaml`, each line with its reason.
+Classes stay plain, so that tests construct them without Ray. `environments/<role>.yaml` has the environment variables
+of a role's process, each line with its reason.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """How the processes of one kind run."""
+    """Settings of all processes of one kind."""
 
     class_path: str
-    """`module:Class`, imported only when one is spawned: the driver has no use for torch or vLLM."""
+    """`module:Class`, imported only when one is spawned: the driver doesn't need torch or vLLM."""
     num_cpus: float
-    """CPUs that Ray reserves. Below what the role uses: on a small machine the roles take turns on the same cores, and
-    what Ray can't place waits for ever."""
+    """CPUs that Ray reserves. Fewer than the role uses: on a small machine the roles share the same cores, and an actor
+    that Ray can't place waits forever."""
     max_concurrency: int | None = None
     """Calls that run at once in an async actor; None for a threaded one, which runs one."""
     is_detached: bool = False
-    """True if it outlives the driver. It has to end itself."""
+    """True if it outlives the driver. It must end itself."""
     env_of: str = ""
-    """Role whose environment it has; empty: its own."""
+    """Key of ROLES whose environment it has, for a role that is not in ROLES."""
     max_restarts: int = 0
-    """By Ray, of a process that died. -1: as often as it takes; the driver counts, and ends the run."""
+    """Restarts by Ray after the process died. -1: no limit; the driver counts, and ends the run."""
 
 
 ROLES: dict[str, Role] = {
@@ -63,16 +62,8 @@ ROLES: dict[str, Role] = {
         class_path="actors.model_server:ModelServer", num_cpus=0.1, max_concurrency=100, max_restarts=-1
     ),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
-    "scripted-server": Role(
-        class_path="actors.stand_ins:ScriptedServer",
-        num_cpus=0.1,
-        max_concurrency=100_000,
-        max_restarts=-1,
-        env_of="rollout-worker",
-    ),
-    "instant-learner": Role(class_path="actors.stand_ins:InstantLearner", num_cpus=0.1, env_of="rollout-worker"),
     "sandbox-reaper": Role(
-        class_path="actors.sandbox_reaper:SandboxReaper",
+        class_path="actors.sandbox_pool:SandboxReaper",
         num_cpus=0.01,
         max_concurrency=100,
         is_detached=True,
@@ -82,32 +73,32 @@ ROLES: dict[str, Role] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where an actor runs, and what it sees there; by default anywhere, and no GPU."""
+class GpuShare:
+    """Placement of an actor, and the GPUs that it sees; by default anywhere, and no GPU."""
 
     strategy: Any = None
     """A Ray scheduling strategy."""
     num_gpus: float = 0.0
-    """Reserved for this actor alone."""
+    """GPUs reserved for this actor alone."""
     visible_devices: str = ""
     """Ids of GPUs that it shares with their owners; only without num_gpus."""
 
 
-ANYWHERE = Seat()
+ANYWHERE = GpuShare()
 
 
-def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
+def spawn(role: str | Role, name: str, *args: object, seat: GpuShare = ANYWHERE) -> Any:
     """Start one actor and return its Ray handle at once; the constructor runs over there.
 
     Args:
-        role: a key of ROLES.
+        role: a key of ROLES, or one that is not among them.
         name: its name in the dashboard, unique in the namespace.
-        args: for the constructor.
-        seat: see `actors.setup.placement`.
+        args: arguments of the constructor.
+        seat: see `actors.placement`.
     Raises:
         ConfigError: another run of this name goes on.
     """
-    spec = ROLES[role]
+    spec = ROLES[role] if isinstance(role, str) else role
     options: dict[str, Any] = {
         "name": name,
         "num_cpus": spec.num_cpus,
@@ -132,9 +123,9 @@ def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
         ) from None
 
 
-def role_env(role: str, seat: Seat = ANYWHERE) -> dict[str, str]:
-    """Environment variables of a role's process, from `environments/<role>.yaml`."""
-    owner = ROLES[role].env_of or role
+def role_env(role: str | Role, seat: GpuShare = ANYWHERE) -> dict[str, str]:
+    """Return the environment variables of a role's process, from `environments/<role>.yaml`."""
+    owner = role if isinstance(role, str) else role.env_of
     text = (ENVIRONMENTS / f"{owner.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
     if seat.num_gpus == 0:
@@ -151,7 +142,7 @@ def _load(class_path: str) -> type:
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process now. Nothing happens if it is gone."""
+    """End an actor's process now, if it still exists."""
     try:
         ray.kill(actor, no_restart=True)
     except (ValueError, RuntimeError):
@@ -160,7 +151,7 @@ def kill(actor: Any) -> None:
 
 
 async def restart(actor: Any) -> None:
-    """End an actor's process, so that Ray starts it again. One that hangs ends too. Nothing happens if it is gone."""
+    """End an actor's process, even if it hangs, so that Ray starts it again. Nothing happens if it is gone."""
     try:
         await asyncio.to_thread(ray.kill, actor, no_restart=False)
     except (ValueError, RuntimeError):
@@ -168,7 +159,7 @@ async def restart(actor: Any) -> None:
 
 
 async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
-    """Wait for an actor of this name that has been killed to be gone; Ray takes a moment. Returns anyway after that."""
+    """Wait until a killed actor of this name is gone, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -179,7 +170,7 @@ async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
 
 
 def kill_named(name: str) -> bool:
-    """End a detached actor that an earlier run left. False if there is none."""
+    """End a detached actor that an earlier run left. Return False if there is none."""
     try:
         kill(ray.get_actor(name))
     except ValueError:
@@ -188,7 +179,7 @@ def kill_named(name: str) -> bool:
 
 
 def free_address() -> tuple[str, int]:
-    """This node's address and a port that is free now: for learner rank 0, and for model servers."""
+    """Return this node's address and a port that is free now, for learner rank 0 and for model servers."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), int(probe.getsockname()[1])

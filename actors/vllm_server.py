@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from actors.calls import Restartable
@@ -19,9 +19,9 @@ from rayapp.config.config import Config
 from rayapp.core.aio import as_they_end
 from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.core.logs import about, label_logs
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
+from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class VllmServer(Restartable):
     Args:
         config: of the run.
         index: N of the name.
-        must_sync: refuse to generate until weights were loaded. A server that is started again holds the model's own,
-            and nobody else would notice.
+        must_sync: refuse to generate until weights were loaded: a server that is started again holds the base
+            model's.
         start_engine: as `VllmEngine.start`.
     """
 
@@ -51,10 +51,10 @@ class VllmServer(Restartable):
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
         self._is_settled = asyncio.Event()
-        """Unset while weights arrive: requests wait for their end, and those in flight go on behind it."""
+        """Unset while weights arrive: new requests wait, and requests in flight go on afterwards."""
         self._is_settled.set()
         self._is_sealed = False
-        """New weights are there and checked, and wait for `go_on`."""
+        """Whether new weights are loaded and checked, and wait for `go_on`."""
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -75,7 +75,7 @@ class VllmServer(Restartable):
 
     async def generate(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_ids: list[int],
         sampling: SamplingParams,
         min_policy_version: int = ANY_VERSION,
@@ -98,7 +98,7 @@ class VllmServer(Restartable):
     async def generate_many(
         self, requests: list[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """`generate` for each, those that end together together. Errors are values: the others go on."""
+        """Generate each; yields those that end together in one list. Errors are values: the others go on."""
         async for ended in as_they_end([self._generate_one(request) for request in requests]):
             yield ended
 
@@ -107,38 +107,38 @@ class VllmServer(Restartable):
         return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
-        """Load a version from references to `WeightBucket`s.
+        """Take a version from references to `WeightBucket`s: a whole update, from `begin_update` to `go_on`.
 
         Returns:
             bytes, seconds to copy into shared memory, seconds in the engine.
         Raises:
             WeightSyncError: this server must be replaced.
         """
-        self._is_settled.clear()
+        engine = await self._expect_weights()
         try:
-            return await self._load_weights(self._started_engine(), version, buckets)
+            return await self._load_weights(engine, version, buckets)
         finally:
             self._settle()
 
     async def _load_weights(self, engine: VllmEngine, version: int, buckets: list[Any]) -> dict[str, float]:
-        self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
         started = time.monotonic()
         # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by
         # default, need not hold it. The engine's processes open it through /proc.
         with os.fdopen(os.memfd_create("rayapp-weights"), "wb") as file:
-            entries, checksums = await self._copy_buckets(buckets, file)
+            weights = await _copied(buckets, file)
             copied = time.monotonic()
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-            num_held = await engine.load_weights(version, path, entries, checksums)
+            await engine.begin_update("memory")
+            await engine.receive_weights(weights)
+            num_held = await self.finish_update(version, weights.checksums)
+            await self.go_on()
             num_bytes = file.tell()
-        self._not_servable = ""
         with about(step=version):
             log.info("holds policy version %d: %.0f MB in %.1f s", version, num_bytes / 1e6, time.monotonic() - started)
         return {
             "bytes": float(num_bytes),
             "copy_s": copied - started,
             "engine_s": time.monotonic() - copied,
-            "num_checked": float(len(checksums)),
+            "num_checked": float(len(weights.checksums)),
             "num_held": float(num_held),
         }
 
@@ -147,30 +147,35 @@ class VllmServer(Restartable):
         await self._started_engine().join_weight_group(init_info)
 
     async def begin_update(self) -> None:
-        """New weights follow, straight into the engine: requests wait, those in flight freeze."""
-        await self.go_on()  # nobody has said so where the learners were lost after the update before
+        """Prepare for weights that come through the group: new requests wait, requests in flight freeze."""
+        engine = await self._expect_weights()
+        await engine.begin_update()
+
+    async def _expect_weights(self) -> VllmEngine:
+        """Let requests wait, and refuse them unless the update that follows finishes. Returns the engine."""
+        await self.go_on()  # the learners may have been lost after the last update, before they called it
         engine = self._started_engine()
         self._is_settled.clear()
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
-        await engine.begin_update()
+        return engine
 
     async def receive_weights(self, update_info: Any) -> None:
-        """Have the engine's workers take what the learners send now, or one part of it."""
+        """Have the engine's workers receive the weights that the learners send now, or a part of them."""
         await self._started_engine().receive_weights(update_info)
 
-    async def finish_update(self, version: int, checksums: dict[str, int]) -> int:
-        """The weights are there: check them; `go_on` comes next. Returns how many tensors were checked.
+    async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
+        """Check the weights that have arrived; `go_on` comes next. Returns how many tensors were checked.
 
         Raises:
-            WeightSyncError: they are not what the learners sent; this server must be replaced.
+            WeightSyncError: they differ from the weights that the learners sent; this server must be replaced.
         """
         num_held = await self._started_engine().finish_update(version, checksums)
         self._is_sealed = True
         return num_held
 
     async def go_on(self) -> int:
-        """Serve with the weights of an update that is whole: memory that a sleeping server lent comes back, and
-        requests go on from the same tokens.
+        """Serve with the weights of a finished update: a server that slept takes its memory back, and requests go on
+        from the same tokens.
 
         Returns the policy version that it holds; -1 for none, or half an update.
         """
@@ -183,23 +188,8 @@ class VllmServer(Restartable):
 
     def _settle(self) -> None:
         if self._engine is not None:
-            self._engine.in_hand.moved()  # what was frozen meanwhile did not stall
+            self._engine.in_hand.moved()  # requests that were frozen meanwhile did not stall
         self._is_settled.set()
-
-    async def _copy_buckets(self, buckets: list[Any], file: Any) -> tuple[list[TensorEntry], dict[str, int]]:
-        """One copy, from the object store into a file that the engine's processes can map: they are no Ray workers."""
-        entries: list[TensorEntry] = []
-        checksums: dict[str, int] = {}
-        for ref in buckets:
-            bucket: WeightBucket = await ref
-            start = file.tell()
-            file.write(bucket.data.data)
-            checksums |= dict(bucket.checksums)
-            entries += [
-                (name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries
-            ]
-        file.flush()
-        return entries, checksums
 
     async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
         """(T-1,) log-probs of each sequence's tokens under the weights held now."""
@@ -247,3 +237,18 @@ class VllmServer(Restartable):
         if self._not_servable:
             raise WeightSyncError(self._not_servable)
         return engine
+
+
+async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
+    """Copy buckets from the object store into a file that the engine's processes, which are no Ray workers, can map."""
+    entries: list[TensorEntry] = []
+    checksums: dict[str, int] = {}
+    for ref in buckets:
+        bucket: WeightBucket = await ref
+        start = file.tell()
+        file.write(bucket.data.data)
+        checksums |= dict(bucket.checksums)
+        entries += [(name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries]
+    file.flush()
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    return SharedWeights(path=path, entries=tuple(entries), checksums=checksums)

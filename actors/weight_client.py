@@ -1,4 +1,4 @@
-"""How learner 0 reaches the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
+"""Learner 0's client of the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
 
 vLLM's own client for Ray waits without a deadline and gives every engine the same ranks. Called by vLLM's trainer side
 in the learner's process, from plain threads; the weights themselves never pass here.
@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from actors.handles import VllmServerHandle
 from rayapp.core.errors import RayappError, WeightSyncError
-from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.engine.weights.sync import TransferRanks
 
 
 class ServersClient:
@@ -25,7 +25,7 @@ class ServersClient:
         timeout_s: of each call, on the slowest server.
     """
 
-    def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferPlan, timeout_s: float) -> None:
+    def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferRanks, timeout_s: float) -> None:
         self._servers = servers
         self._plan = plan
         self._timeout_s = timeout_s
@@ -33,14 +33,14 @@ class ServersClient:
         self._checksums: Callable[[], dict[str, int]] = dict
 
     def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
-        """What the next `finish_weight_update` seals. Checksums are asked for then: they are made while sending."""
+        """Set the version and checksums of the next `finish_weight_update`; checksums are computed while sending."""
         self._version, self._checksums = version, checksums
 
     def check(self) -> None:
-        """Return if every server is there to join: vLLM's rendezvous over NCCL waits 300 s for one that is gone.
+        """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
 
         Raises:
-            WeightSyncError: one is not; names it.
+            WeightSyncError: a server is not up; names it.
         """
         self._all("ping", [server.actor.ping.remote() for server in self._servers])
 
@@ -51,7 +51,7 @@ class ServersClient:
         )
 
     def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
-        """vLLM offers every engine rank 1; each gets ranks of its own."""
+        """Return the init info of each server, with ranks of its own: vLLM offers rank 1 to all."""
         if "rank_offset" not in init_info:
             return [(server, init_info) for server in self._servers]
         offsets = self._plan.rank_offsets

@@ -60,7 +60,7 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
         subprocess.CalledProcessError: it failed.
         ValueError: what it printed is no report.
     """
-    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(HERE), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *(arguments or BENCHMARKS[name].arguments)],
         cwd=ROOT,

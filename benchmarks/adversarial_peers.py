@@ -34,8 +34,8 @@ import yaml
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import Prompt
 from rayapp.sandbox.local.inside.privileges import leave_root
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.coding import CodingTask
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,10 +33,10 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.mcp_server.app import serving
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tools.base import ToolContext
+from rayapp.tools.coding import PythonTool
 from rayapp.tools.loading import open_tools
-from rayapp.tools.python import PythonTool
 from rayapp.tools.toolset import ToolSet
 
 ROUNDS = 5

@@ -31,15 +31,14 @@ from typing import Any
 from benchmarks.report import print_report
 from rayapp.config.config import Config
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.sandbox.pool.in_process import open_pool
-from rayapp.tools.base import ToolContext
-from rayapp.tools.calls import RawCall
-from rayapp.tools.python import PythonTool
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.tools.base import RawCall, ToolContext
+from rayapp.tools.coding import PythonTool
 from rayapp.tools.toolset import ToolSet
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
@@ -92,8 +91,8 @@ class Watched:
         self.later_tokens = 0
         self.first_tokens = 0
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Any:
-        if request_id.endswith("turn=0"):
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Any:
+        if request_id.turn == 0:
             self.first_tokens += len(prompt_ids)
         else:
             self.later_tokens += len(prompt_ids)
@@ -132,7 +131,7 @@ async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> E
     sampling = SamplingParams(max_tokens=TOKENS_PER_TURN, seed=number, stop=("<|im_end|>",))
     watch.num_alive += 1
     try:
-        return await loop.run(prompt, engine=engine, sampling=sampling, request_id=f"group={number}/trajectory=0")
+        return await loop.run(prompt, engine=engine, sampling=sampling, request_id=RequestId("group", number, 0))
     finally:
         watch.num_alive -= 1
 

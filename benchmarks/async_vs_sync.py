@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.machine import ROOT
 from benchmarks.report import print_report
 from benchmarks.stand_in_run import run
-from rayapp.driver.cluster import StandIns
+from support.stand_ins import stand_ins
 
 NUM_WARM = 2
 Records = list[dict[str, float]]
@@ -40,7 +40,7 @@ def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
             "rollout": {"group_size": 16, "max_prompt_tokens": 32, "max_completion_tokens": 64, "num_workers": 1},
             "learner": {"max_tokens_per_microbatch": 256},
         },
-        StandIns(completion_s=args.generate_s, step_s=args.train_s),
+        stand_ins(completion_s=args.generate_s, step_s=args.train_s),
         tool_mean_s=args.tool_s,
         tool_sigma=args.tool_sigma,
     )

@@ -25,9 +25,9 @@ from benchmarks.report import print_report
 from rayapp.config.agent import CodeSection
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.protocols import SandboxSource
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.code.assembling import RECURSION
-from rayapp.tasks.code.outputs import same_output
+from rayapp.tasks.code.hidden_cases import same_output
 from rayapp.tasks.code.scoring import CodeProblem
 
 CORES = len(os.sched_getaffinity(0))

@@ -22,7 +22,8 @@ import psutil
 from benchmarks.machine import ROOT, python_unit_s
 from benchmarks.report import parse_report, print_report
 from benchmarks.stand_in_run import run
-from rayapp.driver.cluster import Cluster, StandIns
+from rayapp.driver.cluster import Cluster
+from support.stand_ins import stand_ins
 
 GPU_RATES = (1.0, 5.0, 30.0)
 """Finished trajectories a second of one GPU: 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             },
             "learner": {"max_tokens_per_microbatch": 256},
         },
-        StandIns(),
+        stand_ins(),
         on_step=remember,
     )
     steady = records[1:]

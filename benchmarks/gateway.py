@@ -27,7 +27,7 @@ from benchmarks.agent_loop import rss_mib
 from benchmarks.machine import ROOT, python_unit_s
 from benchmarks.report import print_report
 from benchmarks.scripted_policy import MESSAGES, Clock, Instant, TimedTokenizer, load_tokenizer, script
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
@@ -91,8 +91,8 @@ def scripted(tokenizer: Any) -> ScriptedEngine:
         [*tokenizer.encode(text, add_special_tokens=False), end] for text in (script("python")[0], script("python")[-1])
     )
 
-    def said(request_id: str, prompt_ids: Sequence[int]) -> list[int]:
-        return last if int(request_id.rpartition("=")[2]) == CALLS else calling
+    def said(request_id: RequestId, prompt_ids: Sequence[int]) -> list[int]:
+        return last if request_id.turn == CALLS else calling
 
     return ScriptedEngine(tokenizer.encode, lambda token_ids: "", said, end_id=end)
 
@@ -104,7 +104,10 @@ async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> flo
         sessions = [
             stack.enter_context(
                 gateway.session(
-                    engine=engine, sampling=SamplingParams(max_tokens=1024), limits=limits, request_id=f"t={i}"
+                    engine=engine,
+                    sampling=SamplingParams(max_tokens=1024),
+                    limits=limits,
+                    request_id=RequestId("group", i),
                 )
             )
             for i in range(count)

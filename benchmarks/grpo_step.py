@@ -27,11 +27,11 @@ from benchmarks.trl_peer import TRL_VERSION, TrlPeer, make_environment
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.timing import Phases
 from rayapp.core.types import GroupSummary, Prompt
 from rayapp.driver.cluster import Cluster, open_cluster
-from rayapp.driver.phases import Phases
+from rayapp.rollout.agents import render_prompts
 from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
-from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers.table import local_provider
 from rayapp.tasks.loading import load_tasks

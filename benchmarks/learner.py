@@ -30,12 +30,12 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
-from rayapp.driver.dynamic_sampling import has_signal
+from rayapp.driver.group_rules import has_signal
 from rayapp.learner.batch import TrainItem, split
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 
 def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Group]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.tracking.metrics import read_metrics
 
 CURVES = {"distillation/kl": "KL to the teacher, nats per token", "reward/solved/mean": "share that passes every test"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.tracking.metrics import read_metrics
 
 SOLVED, HELD_OUT, NO_SIGNAL = "reward/solved/mean", "eval/reward/solved/mean", "groups/zero_variance"
 

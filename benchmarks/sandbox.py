@@ -32,8 +32,8 @@ from rayapp.sandbox.local.inside import boot
 from rayapp.sandbox.local.inside.boot import WARM_MODULES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8

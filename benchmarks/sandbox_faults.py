@@ -22,8 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from rayapp.sandbox.local.levels import kernel
-from rayapp.testing.faults.outcome import Outcome, merged
-from rayapp.testing.faults.run import FaultRun, run_with_faults
+from support.faults.outcome import Outcome, merged
+from support.faults.run import FaultRun, run_with_faults
 
 
 def end_with_parent() -> None:

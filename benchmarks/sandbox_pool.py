@@ -31,8 +31,8 @@ from actors.spawn import kill, spawn
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate
+from rayapp.sandbox.pool.build import PoolHere, open_pool
 from rayapp.sandbox.pool.client import Pool
-from rayapp.sandbox.pool.in_process import PoolHere, open_pool
 
 SPEC = SandboxSpec()
 LEASES_PER_MINUTE = 10_000

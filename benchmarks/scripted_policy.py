@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
 
@@ -109,7 +109,9 @@ class ScriptedPolicy:
         engine, sampling = self._engine, SamplingParams(max_tokens=1024)
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._loop.run(self._prompt, engine=engine, sampling=sampling, request_id=f"t={i}"))
+                group.create_task(
+                    self._loop.run(self._prompt, engine=engine, sampling=sampling, request_id=RequestId("group", i))
+                )
                 for i in range(count)
             ]
         episodes = [task.result() for task in tasks]
@@ -127,9 +129,9 @@ class PreparedEngine:
     def __init__(self, completions: list[Completion]) -> None:
         self._completions = completions
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         await asyncio.sleep(0)
-        return self._completions[int(request_id.rpartition("=")[2])]
+        return self._completions[request_id.turn]
 
 
 def _completion(token_ids: list[int]) -> Completion:

@@ -97,15 +97,15 @@ def write_random(path: Path, num_bytes: int) -> None:
 def start_server(kind: str, home: Path) -> tuple[str, dict[str, str], Callable[[], None]]:
     """Returns its address, the environment of its clients, and what ends it."""
     if kind == "moto":
-        from rayapp.testing.storage import moto_server as module
+        from support.storage import moto_server as module
 
         server: Any = module.MotoServer()
     else:
-        from rayapp.testing.storage import swift_server as module  # type: ignore[no-redef]
+        from support.storage import swift_server as module  # type: ignore[no-redef]
 
         server = module.SwiftServer(home / "swift")
     server.start()
-    from rayapp.testing.storage.threads import make_bucket
+    from support.storage.threads import make_bucket
 
     make_bucket(server.url, BUCKET, module.KEY, module.SECRET, module.REGION)
     keys = {"AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": module.KEY, "AWS_SECRET_ACCESS_KEY": module.SECRET}

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayapp.testing.synthetic_run import write_run
+from support.synthetic_run import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_PAGE_TARGET_S, FILTER_TARGET_S = 3.0, 1.0

@@ -20,7 +20,7 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from benchmarks.report import print_report
 from rayapp.config.config import Config
-from rayapp.engine.weights.object_store import BUCKET_BYTES
+from rayapp.engine.weights.sync import BUCKET_BYTES
 
 
 def memcpy_s(num_bytes: int) -> float:

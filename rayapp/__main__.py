@@ -1,6 +1,16 @@
-"""`python -m rayapp` is `rayapp`."""
+"""The program's entry point; `python -m rayapp` is `rayapp`."""
 
-from rayapp.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the program. Ctrl-C while it is still being loaded ends it without a traceback, too."""
+    try:
+        from rayapp.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

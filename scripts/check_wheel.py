@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NEEDED = (
     "rayapp/py.typed",
-    "rayapp/cli/jobs/job.yaml",
+    "rayapp/cli/job.yaml",
     "rayapp/tasks/library/sort_numbers.yaml",
     "rayapp/runs/view/static/index.html",
     "rayapp/rollout/agent/templates/chatml_hermes.jinja",
-    "rayapp/sandbox/local/doctor/battery/bombs.yaml",
+    "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
 """Files that are no modules; a wheel without one fails late."""
@@ -30,7 +30,8 @@ from pathlib import Path
 assert "site-packages" in rayapp.__file__, rayapp.__file__
 (good,) = rayapp.score("sort_numbers", "def sort_numbers(xs):\\n    return xs")
 assert good.valid, good
-from rayapp.testing.synthetic_run import write_run
+sys.path.append("TESTS")
+from support.synthetic_run import write_run
 write_run(Path("run"), num_trajectories=32, per_step=16)
 run = rayapp.open_run("run")
 assert len(run.metrics) == 2 and run.table().num_rows == 32
@@ -38,7 +39,7 @@ run.plot("reward/mean")
 from rayapp.cli.main import run as command
 assert command(["report", "run"]) == 0
 assert not {"torch", "ray"} & set(sys.modules)
-"""
+""".replace("TESTS", str(ROOT / "tests"))
 
 
 def build(folder: Path) -> Path:

@@ -7,54 +7,89 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from rayapp.config.config import Config
+from rayapp.core.validation import values_of
 
+Section = type[BaseModel]
+NAMES = {"algorithm.adv_estimator": ADV_ESTIMATORS, "algorithm.policy_loss": POLICY_LOSSES}
+"""Keys whose values are checked against a registry, not by the schema."""
 HEADER = """# Every key
 
 Generated from `rayapp/config/` by `python -m scripts.config_docs`. A config file states only what differs from these
-defaults; `key.sub=value` on the command line wins over the file. `rayapp config show CONFIG` prints the result.
+defaults; `key.sub=value` on the command line wins over the file. Values are YAML: lists are `[a, b]`, none is `null`.
+`rayapp config show CONFIG` prints the result.
+
+## Learning rate, batch, length: where to begin
+
+| to change | keys |
+|---|---|
+| the model | `model.path` |
+| the learning rate and its schedule | `learner.optimizer.lr`, `.schedule`, `.warmup_steps` |
+| the batch: prompts, and completions of each | `train.groups_per_step`, `rollout.group_size` |
+| how long a run is, and how long completions may be | `train.num_steps`, `rollout.max_completion_tokens` |
+| your own data set and reward function | `data.train_files`, `reward.custom` ([data.md](data.md)) |
+| out of memory in the learner | `learner.max_tokens_per_microbatch`, `.activation_checkpointing`, `.cpu_offload` |
+| out of memory in the server | `server.gpu_memory_utilization`, `.max_num_seqs`, `.tensor_parallel_size` |
+| the loss | `algorithm.adv_estimator`, `algorithm.policy_loss`, `algorithm.kl_loss_coef` |
 """
 
 
 def render() -> str:
-    """The whole page."""
-    return "\n".join([HEADER, *_section(Config, "")])
+    """Return the whole page."""
+    return "\n".join([HEADER, *_section(Config, "", Config())])
 
 
-def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    notes = _docstrings(model)
-    plain = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+def keys_without_meaning() -> list[str]:
+    """Return the keys whose last column is empty."""
+    rows = (line.split(" | ") for line in render().splitlines() if line.startswith("| `"))
+    return [row[0].removeprefix("| ") for row in rows if len(row) == 4 and row[3].strip(" |") == ""]
+
+
+def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterator[str]:
+    """The page of one section: its own keys, then its sections, then the sections that its lists hold.
+
+    Args:
+        values: the section with its defaults; None where a key is required.
+    """
+    fields = section.model_fields
+    plain = {name: field for name, field in fields.items() if not _is_section(field)}
     if plain:
-        yield from _table(plain, notes, prefix)
-    for name, field in model.model_fields.items():
+        yield from _table(plain, _docstrings(section), prefix, values)
+    for name, field in fields.items():
         if _is_section(field):
-            assert isinstance(field.annotation, type)
-            assert issubclass(field.annotation, BaseModel)
             yield f"## `{prefix}{name}`\n"
-            yield from _section(field.annotation, f"{prefix}{name}.")
-
-    for name, field in model.model_fields.items():
-        element = next((each for each in get_args(field.annotation) if _is_model(each)), None)
-        if element is not None and not _is_model(field.annotation):
-            yield f"## `{prefix}{name}[…]`\n"
+            yield from _section(_as_section(field.annotation), f"{prefix}{name}.", getattr(values, name, None))
+    for name, field in fields.items():
+        for element in _elements(field):
+            kind = element.model_fields["type"].default if "type" in element.model_fields else ""
+            yield f"## `{prefix}{name}[…]`{kind and f' of type {kind}'}\n"
             yield from _element(element, f"{prefix}{name}[…].")
 
 
-def _element(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """A section in a list: its own keys. Those of the sections that the whole run has too are theirs."""
+def _elements(field: FieldInfo) -> Iterator[Section]:
+    """The sections that a list holds: one, or one of each type."""
+    for argument in get_args(field.annotation) if get_origin(field.annotation) is tuple else ():
+        choices = get_args(argument)[0] if get_origin(argument) is Annotated else argument
+        yield from (each for each in (choices, *get_args(choices)) if _is_model(each))
+
+
+def _element(section: Section, prefix: str) -> Iterator[str]:
+    """A section in a list: its own keys. Sections that the whole run has too are described there."""
     of_run = {field.annotation for field in Config.model_fields.values()}
-    parts = {name: field for name, field in model.model_fields.items() if _is_section(field)}
+    parts = {name: field for name, field in section.model_fields.items() if _is_section(field)}
     own = {name: field for name, field in parts.items() if field.annotation not in of_run}
-    yield from _table({k: v for k, v in model.model_fields.items() if k not in own}, _docstrings(model), prefix)
+    plain = {name: field for name, field in section.model_fields.items() if name not in {*own, "type"}}
+    yield from _table(plain, _docstrings(section), prefix, None)
     for name, field in own.items():
-        assert isinstance(field.annotation, type)
-        assert issubclass(field.annotation, BaseModel)
-        yield from _table(field.annotation.model_fields, _docstrings(field.annotation), f"{prefix}{name}.")
+        inner = _as_section(field.annotation)
+        yield from _table(inner.model_fields, _docstrings(inner), f"{prefix}{name}.", None)
 
 
 def _is_model(annotation: object) -> bool:
@@ -65,23 +100,50 @@ def _is_section(field: FieldInfo) -> bool:
     return _is_model(field.annotation)
 
 
-def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str) -> Iterator[str]:
-    yield "| key | default | bounds | meaning |"
+def _as_section(annotation: object) -> Section:
+    assert isinstance(annotation, type)
+    assert issubclass(annotation, BaseModel)
+    return annotation
+
+
+def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str, values: BaseModel | None) -> Iterator[str]:
+    yield "| key | default | values | meaning |"
     yield "|---|---|---|---|"
     for name, field in fields.items():
-        bounds = ", ".join(str(constraint) for constraint in field.metadata)
-        value = field.get_default(call_default_factory=True)
-        default = "" if field.is_required() or _is_section(field) else f"`{value}`"
-        cells = (f"`{prefix}{name}`", default, f"`{bounds}`" if bounds else "", notes.get(name, ""))
+        key = f"{prefix}{name}"
+        taken = f"one of {', '.join(NAMES[key])}, or a plug-in" if key in NAMES else values_of(field)
+        cells = (f"`{key}`", _default(name, field, values), taken, notes.get(name, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
 
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string under each field, which Python itself does not keep."""
-    source = Path(inspect.getfile(model)).read_text(encoding="utf-8")
+def _default(name: str, field: FieldInfo, values: BaseModel | None) -> str:
+    """The default in YAML, as a config file would state it; empty for a required key, and for a section."""
+    if _is_section(field) or (values is None and field.is_required()):
+        return ""
+    value = getattr(values, name) if values is not None else field.get_default(call_default_factory=True)
+    plain = [each.model_dump(mode="json") if isinstance(each, BaseModel) else each for each in _listed(value)]
+    shown = plain if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    return f"`{yaml.safe_dump(shown, default_flow_style=True, width=1 << 20).strip().removesuffix('...').strip()}`"
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, tuple) else []
+
+
+def _docstrings(section: Section) -> dict[str, str]:
+    """Return the string under each field, of the sections that this one extends too; Python itself keeps none."""
+    found: dict[str, str] = {}
+    for model in reversed(section.__mro__):
+        if _is_model(model) and model is not BaseModel:
+            found |= _own_docstrings(_as_section(model))
+    return found
+
+
+def _own_docstrings(section: Section) -> dict[str, str]:
+    source = Path(inspect.getfile(section)).read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    body = next(node.body for node in classes if node.name == model.__name__)
+    body = next(node.body for node in classes if node.name == section.__name__)
     found: dict[str, str] = {}
     for field, note in itertools.pairwise(body):
         is_note = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rayapp.core.imports import large_imports
+from rayapp.core.names import large_imports
 
 # Before anything imports transformers or Ray: tests must not wait for a hub they can't reach, nor report usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +37,8 @@ os.environ["RAY_ADDRESS"] = "local"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Servers of tests are on this machine, whatever proxy leads out of it.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
+# Programs of tests import `support` too; pytest itself finds it by `pythonpath`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
 # What a test reads is no terminal, though some CI runners say so.
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
@@ -207,7 +209,11 @@ def vllm_forks() -> Iterator[dict[str, str]]:
 def forking(*options: str) -> Iterator[dict[str, str]]:
     program, root = DATA / "forked_processes.py", DATA.parents[1]
     # Read when Python starts: actors/environments/rollout_worker.yaml. And what vLLM reads when it is imported.
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = os.environ | {
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     # Short: a Unix socket's path has to fit in 107 bytes.
     with TemporaryDirectory(prefix="rf", dir="/tmp") as folder:
         asked = Path(folder, "forks")
@@ -293,7 +299,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from rayapp.testing.learners import save_llama
+    from support.learners import save_llama
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     letters = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]

@@ -18,7 +18,7 @@ async def play(call: Any) -> str | None:
     """One trajectory. None: what the policy said last is scored.
 
     Args:
-        call: the task and where the policy is, a `rayapp.rollout.external.call.AgentCall`.
+        call: the task and where the policy is, a `rayapp.rollout.external_program.AgentCall`.
     """
     async with AsyncAnthropic(base_url=call.anthropic_base_url, api_key=call.api_key) as client:
         messages: list[Any] = [{"role": "user", "content": call.prompt}]

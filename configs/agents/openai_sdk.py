@@ -13,7 +13,7 @@ async def play(call: Any) -> str:
     """One trajectory. What it returns is scored.
 
     Args:
-        call: the task and where the policy is, a `rayapp.rollout.external.call.AgentCall`.
+        call: the task and where the policy is, a `rayapp.rollout.external_program.AgentCall`.
     """
     async with AsyncOpenAI(base_url=call.openai_base_url, api_key=call.api_key) as client:
         messages = list(call.messages)

@@ -1,1 +1,1 @@
-"""rayapp as a library: what `import rayapp` offers, in scripts and notebooks. The command line is a layer over it."""
+"""rayapp as a library, for scripts and notebooks: the functions that `import rayapp` offers. The CLI uses them too."""

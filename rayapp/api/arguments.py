@@ -1,4 +1,4 @@
-"""What the functions of the library take, as the configuration that the program knows. Starts nothing."""
+"""Turn arguments of the library's functions into a checked configuration. Starts nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.names.given import PREFIX
+from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
-"""A YAML file, its settings as a mapping, a `Config`, or None: all defaults."""
+"""A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
 Overrides = Sequence[str] | Mapping[str, Any]
 """`["train.num_steps=5"]`, `{"train.num_steps": 5}`, or `{"train": {"num_steps": 5}}`. They win over the config."""
 TaskLike = str | os.PathLike[str] | Task
@@ -26,12 +26,12 @@ RewardLike = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run as the program knows it."""
+class GivenRun:
+    """A run's config and the Python objects that it names."""
 
     config: Config
     objects: Mapping[str, object] = field(default_factory=dict)
-    """Tasks and reward functions that are no files, by the names that the configuration has for them."""
+    """Name in the config -> task or reward function of the calling program."""
 
 
 def make_job(
@@ -41,8 +41,8 @@ def make_job(
     tasks: Sequence[TaskLike] | TaskLike | None = None,
     reward: RewardLike | None = None,
     agent: str | None = None,
-) -> Job:
-    """The configuration with what was given beside it.
+) -> GivenRun:
+    """Merge the arguments into a configuration.
 
     Raises:
         ConfigError: the configuration is wrong, or two objects have one name.
@@ -58,11 +58,11 @@ def make_job(
         settings.append(f"reward.custom={json.dumps(name)}")
     if agent is not None:
         settings += [f"agent.task_agent={agent}", f"agent.default_agent={agent}"]
-    return Job(config=load(config, settings), objects=objects)
+    return GivenRun(config=load(config, settings), objects=objects)
 
 
 def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
-    """The checked configuration.
+    """Load and check a configuration.
 
     Raises:
         ConfigError: it can't be read, or keys or values are wrong.
@@ -78,7 +78,7 @@ def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
 
 
 def as_settings(given: Overrides, prefix: str = "") -> Iterator[str]:
-    """Overrides as the command line writes them.
+    """Yield overrides in the form of the command line.
 
     Example: `{"train": {"num_steps": 5}}` -> `train.num_steps=5`.
     """

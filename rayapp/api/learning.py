@@ -1,7 +1,7 @@
-"""The learner as a library: GRPO steps on trajectories that somebody else sampled, in this process, without Ray.
+"""The learner as a library: GRPO steps on trajectories sampled elsewhere, in this process, without Ray.
 
-Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are those of a run. One rank; several
-need a run.
+Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are the same as in a run. There is one
+rank; several ranks need a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from rayapp.api.arguments import ConfigLike, Overrides, load
 from rayapp.core.errors import InputError
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def trajectory(
     reward: float,
     log_probs: Sequence[float] | None = None,
 ) -> Trajectory:
-    """A trajectory of one turn.
+    """Make a trajectory of one turn.
 
     Args:
         completion_ids: tokens exactly as they were sampled.
-        log_probs: those of the engine that sampled them, one each; None: unknown, which only the metrics of engine
-            against learner and `algorithm.rollout_correction` need.
+        log_probs: the sampling engine's log-prob of each completion token; None: unknown. Only
+            `algorithm.rollout_correction` and the metrics that compare engine and learner need them.
     Raises:
         InputError: there is no token, or not one log-prob for each.
     """
@@ -78,7 +78,7 @@ class Learner:
         self._exits.close()
 
     def step(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """One training step on trajectories grouped by prompt: their rewards are compared within a group.
+        """Run one training step on trajectories grouped by prompt; rewards are compared within a group.
 
         Returns:
             `learner/*` and the other metrics of a run's step.
@@ -93,7 +93,7 @@ class Learner:
         return self._open().train_step(self._num_steps, summaries, list(map(Share, range(len(made)))), made)
 
     def supervised_step(self, rows: Sequence[Trajectory]) -> dict[str, float]:
-        """One step of cross-entropy on the sampled tokens; rewards don't count."""
+        """Run one cross-entropy step on the sampled tokens; rewards are ignored."""
         from rayapp.learner.supervised import supervised_step
 
         self._num_steps += 1

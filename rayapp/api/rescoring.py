@@ -1,8 +1,8 @@
-"""Another reward over what a run has sampled already: nothing is generated, and the run stays as it is.
+"""Compute another reward over a run's recorded trajectories. Nothing is generated, and the run is not changed.
 
     trajectories/step=… --read_groups--> verdict | a function | a judge --> Rescored: before and after of each
 
-By the code that training scores with, on what the trajectories hold: messages, answer, and the row's ground truth.
+Scores with the code that training uses, from data in the trajectories: messages, answer, and the row's ground truth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,46 +26,47 @@ from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, one_error
 from rayapp.core.files import aside
 from rayapp.core.own_thread import work_apart
-from rayapp.core.protocols import SandboxSource, Task
-from rayapp.core.types import Group, Reward, RolloutStatus, Trajectory
-from rayapp.rollout.data_groups import answer_rewards
+from rayapp.core.protocols import AgentTask, SandboxSource, Task
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.rollout.order import evaluation_seed, scoring_seed
-from rayapp.rollout.overlong_penalty import PENALTY_TERM
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.rollout.sources import answer_rewards
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import Answer, score_answer
+from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.judges.judging import Judges
 from rayapp.tasks.loading import load_tasks
+from rayapp.tasks.verdict import PENALTY_TERM, ToolRewards, settled, verdict
 
 if TYPE_CHECKING:
     import pandas as pd
 
 VERDICT, JUDGE = "verdict", "judge:"
 Scorer = Callable[[Group, Sequence[Trajectory]], Awaitable[list[Reward]]]
-"""From trajectories of a group to what they are worth now."""
+"""Function from a group and some of its trajectories to their new rewards."""
 _GROUPS_AT_ONCE = 16
 ANSWER_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """What another reward says; see `rescore`."""
+    """Result of `rescore`."""
 
     rows: list[dict[str, Any]] = field(repr=False)
-    """Of each trajectory: step, group_id, index, source, task, the beginning of its answer, before and after (None
-    where there is no reward), and of the new reward terms, failure_kind and detail."""
+    """One row per trajectory: step, group_id, index, source, task, the beginning of its answer, before and after (None
+    if there is no reward), and terms, failure_kind and detail of the new reward."""
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The rows for pandas."""
+        """The rows as a pandas frame."""
         import pandas
 
         return pandas.DataFrame(self.rows)
 
     @property
     def summary(self) -> dict[str, float]:
-        """trajectories; failed, those without a new reward, also by kind; of those that have both: mean_before,
-        mean_after, changed, rank_correlation (Spearman's, the mean of the groups in which both rewards differ). With
-        judges also what they cost."""
+        """Counts and means: trajectories; failed (no new reward), also by kind; over trajectories with both rewards:
+        mean_before, mean_after, changed, rank_correlation (Spearman's, mean over groups in which both rewards vary).
+        With judges, also their cost."""
         both = self._both
         found = {
             "trajectories": float(len(self.rows)),
@@ -82,12 +83,12 @@ class Rescored:
         return found | {name: sum(row["terms"].get(name, 0.0) for row in self.rows) for name in sorted(names)}
 
     def largest(self, number: int = 10) -> list[dict[str, Any]]:
-        """The rows that changed most."""
+        """Return the rows with the largest changes."""
         changed = [row for row in self._both if row["after"] != row["before"]]
         return sorted(changed, key=lambda row: -abs(row["after"] - row["before"]))[:number]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """As a parquet file, whole or not at all."""
+        """Write the rows to a parquet file, atomically."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -111,16 +112,16 @@ def rescore(
     config: ConfigLike = None,
     overrides: Overrides = (),
 ) -> Rescored:
-    """Another reward over the trajectories of a run.
+    """Compute another reward over the trajectories of a run.
 
     Args:
         run: a run folder, or s3://bucket/prefix of one.
-        reward: `judge:NAME`, one of the config's judges; a function with verl's signature, by name; or `verdict`, what
-            the config's tasks and rules say now.
-        steps: None: all that are recorded.
-        purpose: eval: what evaluations sampled.
-        config: in place of the run's own.
-        overrides: of it, e.g. `{"reward.method": "flexible"}`.
+        reward: `judge:NAME` (one of the config's judges), the name of a function with verl's signature, or `verdict`
+            (the config's current tasks and rules).
+        steps: steps to score; None: all recorded ones.
+        purpose: train, or eval for the trajectories of evaluations.
+        config: config in place of the run's own.
+        overrides: settings that override the config, e.g. `{"reward.method": "flexible"}`.
     Raises:
         UserError: the run, a step, the config or the reward can't be used.
     """
@@ -145,7 +146,7 @@ async def _rescored(run: Run, config: Config, reward: str, steps: range | None, 
     async with pool_of as (pool, _), _scoring(run, config, reward, pool, seed) as score:
         with one_error():
             async with asyncio.TaskGroup() as tasks:
-                # Read as they are scored: a run's tokens may not fit in memory.
+                # Read while scoring: a run's tokens may not fit in memory.
                 while (each := await asyncio.to_thread(next, recorded, None)) is not None:
                     await at_once.acquire()
                     running.append(tasks.create_task(rows(*each, score)))
@@ -166,9 +167,9 @@ async def _rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
 
 
 def _can_be_scored(trajectory: Trajectory) -> bool:
-    """Whether it came to its end, with a verdict or without."""
+    """Return True if the trajectory was played to its end, with or without a verdict."""
     is_played = not trajectory.status.is_error or trajectory.status is RolloutStatus.ERROR_REWARD
-    # A sandbox that died under the verdict, not under the agent.
+    # The sandbox died during scoring, not during the agent's turns.
     lost_verdict = trajectory.status is RolloutStatus.ERROR_SANDBOX and trajectory.reward.failure_kind != "sandbox"
     return (is_played or lost_verdict) and trajectory.num_response_tokens > 0
 
@@ -209,8 +210,9 @@ async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         prompt, texts = group.prompt, [each.completion_text for each in trajectories]
         known = [Reward(value=0.0, terms=_solved(each.reward)) for each in trajectories]
-        scores = [judging.with_scores(prompt, text, verdict) for text, verdict in zip(texts, known, strict=True)]
-        return await judging.with_comparisons(prompt, texts, await asyncio.gather(*scores))
+        scores = [judging.with_scores(prompt, text, reward) for text, reward in zip(texts, known, strict=True)]
+        compared = await judging.with_comparisons(prompt, texts, await asyncio.gather(*scores))
+        return [settled(reward) for reward in compared]
 
     try:
         yield score
@@ -223,10 +225,10 @@ def _solved(reward: Reward) -> dict[str, float]:
 
 
 class _Verdicts:
-    """The verdicts of one source.
+    """Scores trajectories of one source.
 
     Args:
-        function: in place of its rules and tasks; empty: those.
+        function: reward function in place of the source's rules and tasks; empty: use those.
     """
 
     def __init__(self, config: Config, function: str, sandboxes: SandboxSource, seed: int) -> None:
@@ -236,30 +238,30 @@ class _Verdicts:
         if self._answers.custom is not None:
             self._answers.custom.load()
         is_by_tasks = not (function or config.uses_data)
-        self._tasks = (
-            {task.name: task for task in load_tasks((*config.tasks, *config.eval.tasks))} if is_by_tasks else {}
-        )
+        names = dict.fromkeys((*config.tasks, *config.eval.tasks)) if is_by_tasks else ()
+        self._tasks = RecordedTasks(load_tasks(tuple(names)) if names else ())
         self._sandboxes = sandboxes
         self._seed = seed
 
     async def score(self, group: Group, trajectory: Trajectory) -> Reward:
         tests = scoring_seed(group.group_id, seed=self._seed)
-        task = self._tasks.get(group.prompt.task)
+        task = self._tasks.of(group.prompt)
+        if isinstance(task, EnvironmentTask):
+            task.refuse()
         found = await (
             self._by_task(task, group, trajectory, tests) if task else self._by_row(group, trajectory, tests)
         )
         return replace(found, value=found.value + trajectory.reward.terms.get(PENALTY_TERM, 0.0))
 
     async def _by_task(self, task: Task, group: Group, trajectory: Trajectory, seed: int) -> Reward:
-        found = await task.score(group.prompt, trajectory.completion_text, self._sandboxes, seed=seed)
-        terms = trajectory.reward.terms
-        tools = self._reward.tool_weight * terms.get("tool", 0.0)
-        return replace(
-            found, value=found.value + tools + self._reward.tool_verdict_weight * terms.get("tool_verdict", 0.0)
+        return await verdict(
+            lambda: task.score(group.prompt, trajectory.completion_text, self._sandboxes, seed=seed),
+            weights=self._answers.weights,
+            tools=_recorded_tools(trajectory.reward),
         )
 
     async def _by_row(self, group: Group, trajectory: Trajectory, seed: int) -> Reward:
-        prompt, terms = group.prompt, trajectory.reward.terms
+        prompt = group.prompt
         if prompt.ground_truth is None and self._answers.custom is None:
             raise InputError(
                 f"trajectories of {prompt.task} in group {group.group_id} hold no ground_truth: an older version wrote "
@@ -271,10 +273,76 @@ class _Verdicts:
             data_source=prompt.task,
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
-            tool_reward=terms.get("tool", 0.0),
-            tool_verdict=terms.get("tool_verdict", 0.0),
         )
-        return await score_answer(answer, self._answers, self._sandboxes, seed=seed)
+        tools = _recorded_tools(trajectory.reward)
+        return await score_answer(answer, self._answers, self._sandboxes, seed=seed, tools=tools)
+
+
+def _recorded_tools(reward: Reward) -> ToolRewards | None:
+    """Return the tools' rewards of a recorded trajectory; None if they had no terms."""
+    terms = reward.terms
+    if "tool" not in terms:
+        return None
+    return ToolRewards(calls=terms["tool"], verdicts=terms.get("tool_verdict", 0.0))
+
+
+class RecordedTasks:
+    """Finds the task of a recorded prompt.
+
+    Args:
+        tasks: several may have the same name, like the problems of a benchmark.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._named: dict[str, list[Task]] = {}
+        for task in tasks:
+            self._named.setdefault(task.name, []).append(task)
+        self._asked = {
+            name: [(task, _asked(task)) for task in named] for name, named in self._named.items() if len(named) > 1
+        }
+
+    def of(self, prompt: Prompt) -> Task | None:
+        """Return the task that asked a recorded prompt; None if no task has its name.
+
+        Raises:
+            InputError: several tasks have its name, and it is not clear which one asked the prompt.
+        """
+        if prompt.task not in self._asked:
+            return next(iter(self._named.get(prompt.task, ())), None)
+        told = _told(prompt.messages)
+        found = [task for task, asked in self._asked[prompt.task] if told and told in asked]
+        if not found or any(task != found[0] for task in found):
+            raise InputError(
+                f"{len(self._named[prompt.task])} tasks are called {prompt.task!r}, and {len(found) or 'none'} of them "
+                f"asked {prompt.text!r:.80} as it is recorded. Name the file that the run had, or score with a judge "
+                "or a function"
+            )
+        return found[0]
+
+
+def _asked(task: Task) -> list[list[tuple[str, object]]]:
+    """Return the messages that the task may have asked: those of its prompt, and those for an agent."""
+    found = [_told(task.render(_NoTokenizer()).messages)]
+    return [*found, _told(task.agent_start().messages)] if isinstance(task, AgentTask) else found
+
+
+def _told(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
+    return [(str(each["role"]), each["content"]) for each in messages]
+
+
+class _NoTokenizer:
+    """Stands in for a tokenizer when a prompt is rendered only for its messages."""
+
+    chat_template = "none"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return []
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
+        return ""
 
 
 def _correlations(rows: Sequence[dict[str, Any]]) -> list[float]:
@@ -286,7 +354,7 @@ def _correlations(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Equal values have the mean of their ranks."""
+    """Return the ranks from 1; equal values get the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[place]

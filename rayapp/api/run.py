@@ -1,6 +1,6 @@
-"""A run folder as data: metrics and trajectories for pandas and Arrow, checkpoints, a picture. Reads only.
+"""Read a run folder: metrics and trajectories for pandas and Arrow, checkpoints, a plot.
 
-It works while the run goes on and after it, here and on s3://; nothing is held between two questions.
+Works during and after the run, for local folders and s3://. Every call reads the files anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Run:
     """A run; see `open_run`.
 
     Args:
-        uri: a run folder, or s3://bucket/prefix of one. It is not looked at before something is asked.
+        uri: a run folder, or s3://bucket/prefix of one. It is first read by the first property or method.
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration that it was started with."""
+        """The resolved configuration that the run was started with."""
         import yaml
 
         loaded: dict[str, Any] = yaml.safe_load(self._source.read_bytes("config.yaml") or b"{}")
@@ -61,7 +61,7 @@ class Run:
     @property
     def records(self) -> list[dict[str, float]]:
         """Every logged step, as it is in metrics.jsonl."""
-        from rayapp.runs.tracking.jsonl import read_records
+        from rayapp.runs.tracking.metrics import read_records
 
         return list(read_records((self._source.read_bytes("metrics.jsonl") or b"").splitlines()))
 
@@ -74,11 +74,11 @@ class Run:
         return frame.set_index("step") if len(frame) else frame
 
     def table(self, steps: Steps = None, *, purpose: Purpose = "train") -> Any:
-        """Trajectories as an Arrow table; the columns are those of docs/run-folder.md.
+        """Return trajectories as an Arrow table, with the columns of docs/run-folder.md.
 
         Args:
-            steps: one, several, or all.
-            purpose: eval: what evaluations sampled.
+            steps: one step, several, or None for all.
+            purpose: train, or eval for the trajectories of evaluations.
         Raises:
             InputError: none of these steps is recorded.
         """
@@ -90,7 +90,7 @@ class Run:
         return pa.concat_tables(tables, promote_options="default")
 
     def groups(self, steps: Steps = None, *, purpose: Purpose = "train") -> Iterator[tuple[int, Group]]:
-        """Steps and their groups, as training had them. Args and raises as `table`."""
+        """Yield (step, group) with the groups as training had them. Args and raises as `table`."""
         from rayapp.runs.trajectories import read_groups
 
         for file in self._step_files(steps, purpose):
@@ -108,13 +108,13 @@ class Run:
         return chosen
 
     def trajectories(self, steps: Steps = None, *, purpose: Purpose = "train") -> pd.DataFrame:
-        """`table` for pandas."""
+        """Return `table` as a pandas frame."""
         frame: pd.DataFrame = self.table(steps, purpose=purpose).to_pandas(maps_as_pydicts="strict")
         return frame
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Whole checkpoints on this machine, oldest first: `path` and `version` of each."""
+        """Complete checkpoints on this machine, oldest first; each has `path` and `version`."""
         from pathlib import Path
 
         from rayapp.config.sections import CheckpointSection
@@ -124,11 +124,11 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """`final/`, a Hugging Face folder; None while the run has none."""
+        """Location of `final/`, a Hugging Face folder; None if it doesn't exist yet."""
         return f"{self.uri.rstrip('/')}/final" if self._source.stamp("final/config.json") else None
 
     def plot(self, *metrics: str) -> Figure:
-        """These metrics over the steps, one below the other; those that people ask for first if none is named.
+        """Plot these metrics over the steps, one below the other; without names, the most common ones.
 
         Raises:
             InputError: the run has none of them.
@@ -137,7 +137,7 @@ class Run:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """A run to be read.
+    """Open a run for reading.
 
     Args:
         path: a run folder, or s3://bucket/prefix of one.

@@ -1,23 +1,30 @@
-"""`train`, `sft` and `evaluate`, each also to be awaited. Ctrl-C, a cancellation and any error end every process they
-started before they come out.
+"""`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, every process
+that they started ends before they raise.
 
-In a script they run in its thread, where signals come. Where an event loop runs already (a notebook) they have a thread
-of their own, which the caller waits for.
+In a script they run in the calling thread, which gets the signals. If an event loop runs there (a notebook), they run
+in their own thread, which the caller waits for.
+
+`with_checkpoint_as_model` lets a checkpoint stand in for a model: it takes the checkpoint's `hf_model` folder, or makes
+a temporary one with the base model that the run's config.yaml names.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayapp.api.arguments import ConfigLike, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
-from rayapp.config.config import with_values
-from rayapp.core.names.given import giving
+from rayapp.config.config import Config, with_values
+from rayapp.core.errors import InputError
+from rayapp.core.names import giving
 from rayapp.core.own_thread import awaited, work_apart
+from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
+from rayapp.storage.folders import MANIFEST
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What `evaluate` found."""
+    """Result of `evaluate`."""
 
     metrics: Mapping[str, float]
-    """As of a training step, with `pass_at_K/<task>`."""
+    """Metrics as in a training step, and `pass_at_K/<task>`."""
     table: Any
-    """Arrow table of every completion with its verdict; the columns are those of docs/run-folder.md."""
+    """Arrow table of every completion with its verdict, with the columns of docs/run-folder.md."""
 
     def trajectories(self) -> pd.DataFrame:
-        """The same for pandas."""
+        """Return `table` as a pandas frame."""
         frame: pd.DataFrame = self.table.to_pandas(maps_as_pydicts="strict")
         return frame
 
@@ -49,21 +56,21 @@ def train(
     agent: str | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Train as `rayapp train` does, with the warm-up; called again it goes on from the last checkpoint.
+    """Train like `rayapp train`, including the warm-up; called again, it continues from the last checkpoint.
 
     Args:
         config: a YAML file, settings as a mapping, a `Config`, or None for the defaults.
         overrides: settings that win over it: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
-        tasks: in place of the config's: names, files, or task objects (`rayapp.CodingTask`).
-        reward: scores the answers to rows of data: a function, or the name of one.
-        agent: who plays: single_turn_agent, tool_agent, or the name of a plug-in.
-        on_step: called with each step's number and metrics, in between; may be a coroutine function. Of a run that is
-            awaited it is called in another thread.
+        tasks: names, files, or task objects (`rayapp.CodingTask`), in place of the config's tasks.
+        reward: function, or name of one, that scores answers to data rows.
+        agent: single_turn_agent, tool_agent, or the name of a plug-in.
+        on_step: called with the number and metrics of each step before the next one; may be a coroutine function.
+            `train_async` calls it in another thread.
     Returns:
-        The run, to be read.
+        The run, for reading.
     Raises:
-        UserError: something can't be used; nothing was started, or all of it has ended.
-        KeyboardInterrupt: Ctrl-C; the steps done are saved, and every process has ended.
+        UserError: an argument or setting can't be used; no process is left running.
+        KeyboardInterrupt: on Ctrl-C; finished steps are saved, and every process has ended.
     """
     job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
 
@@ -81,7 +88,7 @@ train_async = awaited(train)
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
-    """Supervised steps on demonstrations as `rayapp sft` takes them: the section `warmup`, alone.
+    """Run only the supervised steps on demonstrations (section `warmup`), like `rayapp sft`.
 
     Returns:
         The run of the supervised steps, `<run.name>-sft`; its model is `run.model`.
@@ -91,7 +98,7 @@ def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence
     job = make_job(config, overrides, tasks=tasks)
 
     def work() -> Run:
-        from rayapp.driver.offline.sft import run_sft, sft_config
+        from rayapp.driver.sft import run_sft, sft_config
 
         with giving(job.objects):
             run_sft(job.config)
@@ -118,8 +125,8 @@ def evaluate(
 
     Args:
         model: a model folder or a checkpoint (`checkpoints/step=…`) in place of the config's.
-        samples: completions of each; default `eval.samples_per_task`.
-        out: folder for what was sampled, which `rayapp view` shows.
+        samples: completions per task or row; default `eval.samples_per_task`.
+        out: folder for the completions and verdicts, which `rayapp view` shows.
     Raises:
         UserError, KeyboardInterrupt: as `train`.
     """
@@ -133,7 +140,6 @@ def evaluate(
     def work() -> Evaluation:
         import pyarrow.parquet as pq
 
-        from rayapp.api.checkpoint_model import with_checkpoint_as_model
         from rayapp.driver.evaluation import run_evaluation
 
         with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as scratch:
@@ -146,3 +152,50 @@ def evaluate(
 
 
 evaluate_async = awaited(evaluate)
+
+
+@contextmanager
+def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
+    """Yield the config with a checkpoint in `model.path` replaced by a model folder; unchanged for other models.
+
+    Raises:
+        InputError: the checkpoint is incomplete or damaged, holds no weights, or its run's config.yaml is missing.
+        CheckpointError: its weights can't be read.
+    """
+    path = Path(config.model.path)
+    if not path.name.startswith("step=") or not path.is_dir():
+        yield config
+        return
+    checkpoint = _whole(path, config)
+    if (path / "hf_model").is_dir():
+        yield with_values(config, model={"path": str(path / "hf_model")})
+        return
+    if "model" not in checkpoint.contents:
+        raise InputError(f"checkpoint {path} holds {', '.join(checkpoint.contents)} and no weights to evaluate")
+    with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
+        _convert(path, Path(folder))
+        yield with_values(config, model={"path": folder})
+
+
+def _whole(path: Path, config: Config) -> Checkpoint:
+    found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
+    if path.name not in found:
+        raise InputError(
+            f"checkpoint {path} is not whole: its {MANIFEST} is missing or names files that are not there as written. "
+            f"Whole ones there: {', '.join(found) or 'none'}."
+        )
+    if wrong := damage(path):
+        raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Take another one.")
+    return found[path.name]
+
+
+def _convert(path: Path, out: Path) -> None:
+    from rayapp.config.loading import load_config
+    from rayapp.driver.sft import after_warmup
+    from rayapp.learner.state.hf_folder import checkpoint_to_hf  # loads torch: seconds
+
+    file = path.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
+                         "model, is not there: evaluate it in its run folder")  # fmt: skip
+    checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)

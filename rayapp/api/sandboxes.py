@@ -1,9 +1,9 @@
-"""The sandbox pool as a library: lease a sandbox, run code in it, give it back.
+"""The sandbox pool as a library: lease a sandbox, run code in it, return it.
 
     with Sandbox() as box:                  async with Sandbox() as box:
         box.run_code("print(1)").stdout         (await box.run_code("print(1)", timeout_s=5)).stdout
 
-What runs there sees no network, no file of yours and no environment, as in training (docs/sandboxes.md).
+Code in a sandbox sees no network, none of your files and no environment, as in training (docs/sandboxes.md).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rayapp.api.arguments import ConfigLike, Overrides, load
 from rayapp.core import protocols
 from rayapp.core.own_thread import LoopThread
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 
 LEASE_TIMEOUT_S = 120.0
 TIMEOUT_S = 10.0
 
 
 class SandboxPool:
-    """Sandboxes of this process, of whatever provider the config names (local ones by default).
+    """A pool of sandboxes in this process, from the config's providers (local ones by default).
 
-    `with SandboxPool() as pool` for blocking code: `pool.run_code`, `pool.run_all`, `pool.lease`. `async with` gives
-    what tasks get (`rayapp.core.protocols.SandboxSource`): `async with source.lease(SandboxSpec(), timeout_s=60)`.
+    `with SandboxPool() as pool` is for blocking code: `pool.run_code`, `pool.run_all`, `pool.lease`. `async with`
+    yields a `rayapp.core.protocols.SandboxSource`: `async with source.lease(SandboxSpec(), timeout_s=60)`.
 
     Args:
-        config: its section `sandbox` counts.
-        overrides: settings that win over it.
+        config: config whose section `sandbox` is used.
+        overrides: settings that override the config.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -71,10 +71,10 @@ class SandboxPool:
     def lease(
         self, spec: SandboxSpec | None = None, *, timeout_s: float = LEASE_TIMEOUT_S
     ) -> Iterator[BlockingSandbox]:
-        """A sandbox for the length of the block.
+        """Lease a sandbox for the length of the block.
 
         Raises:
-            SandboxUnavailableError: none is free in time.
+            SandboxUnavailableError: no sandbox is free in time.
         """
         thread, source = self._open()
         lease = source.lease(spec or SandboxSpec(), timeout_s=timeout_s)
@@ -85,13 +85,13 @@ class SandboxPool:
             thread.run(lease.__aexit__(None, None, None))
 
     def run_code(self, code: str, *, timeout_s: float = TIMEOUT_S, stdin: str = "") -> ExecResult:
-        """Run Python in a sandbox of its own."""
+        """Run Python in a fresh sandbox."""
         return self.run_all([code], timeout_s=timeout_s, stdin=stdin)[0]
 
     def run_all(
         self, codes: Sequence[str], *, timeout_s: float = TIMEOUT_S, stdin: str = "", spec: SandboxSpec | None = None
     ) -> list[ExecResult]:
-        """Run several programs, each in a sandbox of its own, as many side by side as the pool allows.
+        """Run several programs, each in its own sandbox, as many in parallel as the pool allows.
 
         Raises:
             SandboxError: a sandbox failed, which says nothing about the code.
@@ -116,8 +116,8 @@ class SandboxPool:
 class BlockingSandbox:
     """A sandbox whose calls block until they are done; made by `SandboxPool.lease` and `Sandbox`.
 
-    What the code does (raise, exit, loop, flood) is in the result. Every call raises SandboxError when the sandbox
-    itself failed.
+    Failures of the code (raise, exit, loop, flood) are in the result. Every call raises SandboxError if the sandbox
+    itself fails.
     """
 
     def __init__(self, box: protocols.Sandbox, thread: LoopThread) -> None:
@@ -156,10 +156,10 @@ class Sandbox:
     """One sandbox and the pool behind it, for the length of a `with` or `async with` block.
 
     Args:
-        config: its section `sandbox` says where it is.
-        overrides: settings that win over it.
-        packages: preloaded in it, e.g. ("numpy",).
-        memory_mib: memory of what runs in it.
+        config: config whose section `sandbox` is used.
+        overrides: settings that override the config.
+        packages: packages to preload, e.g. ("numpy",).
+        memory_mib: memory of the code in the sandbox.
     """
 
     def __init__(

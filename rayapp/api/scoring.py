@@ -1,5 +1,5 @@
-"""The verdict of a task on completions, by the very code that training scores with. Needs no model and no Ray: the pool
-of sandboxes is in this process."""
+"""Score completions of a task with the code that training scores with. Needs no model and no Ray: the sandbox pool is
+in this process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from rayapp.core.aio import run_until_done, side_by_side
 from rayapp.core.own_thread import awaited, work_apart
 from rayapp.core.protocols import Task
 from rayapp.core.types import Prompt, Reward
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.loading import load_task
+from rayapp.tasks.verdict import task_verdict
 
 _AT_ONCE = 4
-"""Completions scored side by side; a sandbox costs little, the order is kept."""
+"""Completions scored in parallel; their order is kept."""
 
 
 def score(
@@ -35,12 +37,12 @@ def score(
 
     Args:
         task: name of a task, a .yaml or .py file, or the task itself.
-        completions: a text with the function's `def` line is taken as the whole answer, any other as what follows the
+        completions: a text with the function's `def` line is the whole answer; any other text is appended to the
             task's prefill.
-        seed: draws the hidden tests.
-        config: take its sandboxes.
+        seed: seed that draws the hidden tests.
+        config: config whose section `sandbox` is used.
     Returns:
-        One verdict each, in their order.
+        One verdict per completion, in order.
     Raises:
         UserError: the task or the sandboxes can't be used.
     """
@@ -58,20 +60,23 @@ score_async = awaited(score)
 
 
 def as_task(task: TaskLike) -> Task:
-    """A task by name or file, or as it is. Raises InputError: it can't be used."""
-    return load_task(str(task)) if isinstance(task, str | os.PathLike) else task
+    """Load a task by name or file; return a task object as it is. Raises InputError: the task can't be used."""
+    found = load_task(str(task)) if isinstance(task, str | os.PathLike) else task
+    if isinstance(found, EnvironmentTask):
+        found.refuse()
+    return found
 
 
 def score_all(
     task: Task, texts: Sequence[str], sandbox: SandboxConfig, *, seed: int, tell: Callable[[int, Reward], None]
 ) -> None:
-    """Score in a pool that is ended behind it; `tell` gets the place of each text and its verdict, in order."""
+    """Score texts in a temporary pool; `tell` is called in order with each text's index and verdict."""
 
     async def run() -> None:
         async with open_pool(sandbox.without_stock, f"score-{os.getpid()}") as (sandboxes, _):
             for start in range(0, len(texts), _AT_ONCE):
                 batch = texts[start : start + _AT_ONCE]
-                verdicts = (task.score(prompt_for(task, text), text, sandboxes, seed=seed) for text in batch)
+                verdicts = (task_verdict(task, prompt_for(task, text), text, sandboxes, seed=seed) for text in batch)
                 for place, verdict in enumerate(await side_by_side(verdicts), start):
                     tell(place, verdict)
 
@@ -79,7 +84,7 @@ def score_all(
 
 
 def prompt_for(task: Task, text: str) -> Prompt:
-    """The prompt that a text answers. A text with the function's `def` line is whole: it follows no prefill."""
+    """Return the prompt that a text answers: without prefill if the text has the function's `def` line."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
     if isinstance(task, CodingTask) and f"def {task.func_name}" not in text:
         return replace(prompt, prefill=task.answer_prefix)

@@ -19,15 +19,15 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file")]
 ModelConfig = Annotated[
-    Path | None, typer.Option(help="A model's config.json, where its weights are not at hand: for this command only")
+    Path | None, typer.Option(help="Use this config.json in place of the model, whose weights need not be here")
 ]
 
 
 @contextmanager
 def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
-    """The config with a model of which only this config.json is there.
+    """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None.
 
     Raises:
         InputError: there is no such file.

@@ -1,16 +1,25 @@
-"""`rayapp data`: rows in verl's schema (`rayapp.tasks.data.preparing`), and demonstrations out of a run's trajectories
-(`rayapp.runs.selecting`)."""
+"""`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
+trajectories (`rayapp.runs.selecting`).
+
+Progress is a bar on a terminal, and elsewhere a line per tenth, which doesn't fill the log.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rayapp.core.errors import InputError, StorageExistsError
+
 if TYPE_CHECKING:
     from rayapp.tasks.data.preparing import Preparation
+
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
@@ -37,12 +46,12 @@ def prepare(
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
     max_bad_ratio: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of rows that may be impossible to map")
+        float, typer.Option(min=0, max=1, help="Largest share of rows that may fail to map")
     ] = 0.01,
-    data_source: Annotated[str, typer.Option(help="Name that scoring goes by; default: the data set's hub id")] = "",
+    data_source: Annotated[str, typer.Option(help="Name of the scoring rule; default: the data set's hub id")] = "",
     check_references: Annotated[
         bool,
-        typer.Option(help="Run the solutions that come with code problems: a row whose fails is bad"),
+        typer.Option(help="Run the reference solutions of code problems and reject rows whose solution fails"),
     ] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
 ) -> None:
@@ -66,10 +75,12 @@ def prepare(
 
 def _prepare(job: Preparation) -> None:
     from rayapp.tasks.data.preparing import prepare as run
-    from rayapp.tasks.data.progress import progress_bar
 
-    with progress_bar() as progress:
-        reports = asyncio.run(run(job, progress))
+    try:
+        with progress_bar() as progress:
+            reports = asyncio.run(run(job, progress))
+    except StorageExistsError as error:
+        raise InputError(f"--out: {error} The option for the latter is --overwrite.") from error
     for report in reports:
         typer.echo(f"{report.split}.parquet: {report.num_written} rows, {len(report.bad)} that could not be mapped")
     typer.echo(f"written to {job.out}")
@@ -79,7 +90,9 @@ def _prepare(job: Preparation) -> None:
     epilog="Examples:\n\n"
     "  rayapp data rows mine.jsonl --out data/mine --test-ratio 0.1     (columns prompt and answer, as in TRL)\n\n"
     "  rayapp data rows mine.csv --out data/mine --prompt-column task --answer-column result --system 'Be brief.'\n\n"
-    "  rayapp data rows trl-lib/DeepMath-103K --out data/math --data-source math_dapo"
+    "  rayapp data rows trl-lib/DeepMath-103K --out data/math --data-source math_dapo\n\n"
+    "  rayapp data rows code.csv --out data/code --prompt-column problem --answer-column asserts "
+    "--data-source google-research-datasets/mbpp"
 )
 def rows(
     source: Annotated[
@@ -94,18 +107,26 @@ def rows(
     ] = "own",
     prompt_column: Annotated[str, typer.Option(help="Text or messages; default: prompt, question, problem, …")] = "",
     answer_column: Annotated[str, typer.Option(help="Ground truth; default: answer, solution, label, …")] = "",
-    no_answers: Annotated[bool, typer.Option("--no-answers", help="There is none: ground_truth is empty")] = False,
+    no_answers: Annotated[
+        bool, typer.Option("--no-answers", help="Rows have no answers: ground_truth stays empty")
+    ] = False,
     system: Annotated[str, typer.Option(help="System message for prompts without one")] = "",
-    test_ratio: Annotated[float, typer.Option(min=0, max=0.9, help="Share for test.parquet, if there is none")] = 0.0,
+    test_ratio: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of rows for test.parquet, if SOURCE has no test split")
+    ] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
-    max_bad_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of rows that may not be usable")] = 0.01,
+    max_bad_ratio: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest share of rows that may be unusable")
+    ] = 0.01,
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
 ) -> None:
-    """Write your own examples as rows to train on: train.parquet and test.parquet, every other column in extra_info."""
-    from rayapp.tasks.data.own_rows import OwnColumns
+    """Convert your own examples to train.parquet and test.parquet. Columns without a meaning here go to extra_info."""
+    from rayapp.tasks.answer_rules import has_rule
+    from rayapp.tasks.data.downloads import OwnColumns
     from rayapp.tasks.data.preparing import OWN_SOURCE, Preparation
 
+    scored = has_rule(data_source)
     columns = OwnColumns(prompt=prompt_column, answer=answer_column, has_answers=not no_answers, system=system)
     job = Preparation(
         name=OWN_SOURCE,
@@ -120,9 +141,9 @@ def rows(
         test_ratio=test_ratio,
     )
     _prepare(job)
-    scored = "reward.custom=FILE.py:FUNCTION " if data_source == OWN_SOURCE else ""
-    typer.echo(f"try it:   rayapp try reward {scored.strip() or data_source} --data {out}/train.parquet")
-    typer.echo(f"train it: rayapp train CONFIG data.train_files='[{out}/train.parquet]' {scored}")
+    tried, setting = (data_source, "") if scored else ("FILE.py:FUNCTION", " reward.custom=FILE.py:FUNCTION")
+    typer.echo(f"try it:   rayapp try reward {tried} --data {out}/train.parquet")
+    typer.echo(f"train it: rayapp train CONFIG data.train_files='[{out}/train.parquet]'{setting}")
 
 
 @app.command(
@@ -133,7 +154,7 @@ def rows(
 def from_run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that kept its trajectories")],
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
-    min_reward: Annotated[float, typer.Option(help="Reward that a trajectory needs")] = 1.0,
+    min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
     max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
     first_step: Annotated[int, typer.Option(min=1, help="Take steps from this one on")] = 1,
     last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
@@ -149,3 +170,31 @@ def from_run(
         f"{out}: {count.num_written} of {count.num_read} trajectories with a reward of {min_reward:g} or more, "
         f"{count.num_repeated} repeated ones left out"
     )
+
+
+_STEPS = 10
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Context manager that yields a progress function: call it with (split, rows done, rows in all)."""
+    if not sys.stderr.isatty():
+        yield _print_tenths
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def show(split: str, done: int, total: int) -> None:
+            if split not in tasks:
+                tasks[split] = bars.add_task(split, total=total)
+            bars.update(tasks[split], completed=done)
+
+        yield show
+
+
+def _print_tenths(split: str, done: int, total: int) -> None:
+    if done * _STEPS // total != (done - 1) * _STEPS // total:
+        print(f"{split}: {done} of {total} rows", file=sys.stderr, flush=True)

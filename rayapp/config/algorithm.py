@@ -1,12 +1,140 @@
-"""The section `algorithm`: from rewards to a loss. See `config.py`."""
+"""Section `algorithm`, from rewards to a loss: its keys, the names of estimators and losses, the options of losses.
+
+The names are copied here because `import verl` takes seconds (it imports ray, torch and transformers). A test compares
+them with verl 0.9.1's registries, without the estimators that need a critic.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayapp.config.base import FrozenModel
+
+ADV_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+)
+NEEDS_CRITIC = ("gae",)
+"""Estimators in verl's registry that rayapp refuses: it has no value model."""
+
+NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators whose baseline weights tokens by the policy's probabilities, which takes one more forward pass."""
+NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
+"""Estimators that need only one valid trajectory per group: their baseline is not the mean of the others."""
+NEEDS_GREEDY_BASELINE = ("remax",)
+"""Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
+
+POLICY_LOSSES = (
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "sapo",
+    "vanilla",
+)
+BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that select tokens by statistics of the whole mini-batch, so they are computed on all of it at once."""
+
+
+LOSS_OPTIONS = {
+    "bypass_mode": ("loss_type", "rollout_rs", "rollout_rs_threshold"),
+    "clip_cov": ("clip_cov_lb", "clip_cov_ratio", "clip_cov_ub"),
+    "dro": ("dro_beta",),
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+    "sapo": ("tau_neg", "tau_pos"),
+}
+"""Options that each loss of verl 0.9.1 reads. Its other losses read none; plug-ins may read all of them."""
+REJECTION_CRITERIA = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+"""Criteria that `rollout_rs` accepts, separated by commas."""
+_TEXTS = {"loss_type", "rollout_rs", "rollout_rs_threshold"}
+
+Options = Mapping[str, float | int | str | bool]
+
+
+def options_of(loss: str) -> tuple[str, ...]:
+    """Return the names of the options that a loss reads."""
+    if loss in POLICY_LOSSES:
+        return LOSS_OPTIONS.get(loss, ())
+    return tuple(sorted(name for names in LOSS_OPTIONS.values() for name in names))
+
+
+def check_loss_options(loss: str, options: Options) -> None:
+    """Check the options of a loss. Raises ValueError: an option is not read, is missing, or has an invalid value."""
+    known = options_of(loss)
+    if unread := sorted(set(options) - set(known)):
+        homes = [
+            f"{name} belongs to {home}" for home, names in LOSS_OPTIONS.items() for name in names if name in unread
+        ]
+        raise ValueError(
+            f"algorithm.policy_loss_options has {', '.join(unread)}, which policy_loss {loss} does not read; it reads "
+            f"{', '.join(known) or 'no options'}." + (f" ({'; '.join(homes)}.)" if homes else "")
+        )
+    for name in sorted(set(options) - _TEXTS):
+        if isinstance(options[name], bool | str):
+            raise ValueError(  # noqa: TRY004 - pydantic explains ValueErrors
+                f"algorithm.policy_loss_options.{name} is {options[name]!r}: it must be a number."
+            )
+    if loss == "dro" and not float(options.get("dro_beta", 0.0)) > 0.0:
+        raise ValueError("algorithm.policy_loss is dro, which needs algorithm.policy_loss_options.dro_beta above 0.")
+    if options.get("loss_type", "ppo_clip") not in ("ppo_clip", "reinforce"):
+        raise ValueError(
+            f"algorithm.policy_loss_options.loss_type is {options['loss_type']!r}: use ppo_clip or reinforce."
+        )
+    _check_rejection(options)
+
+
+def _check_rejection(options: Options) -> None:
+    if ("rollout_rs" in options) != ("rollout_rs_threshold" in options):
+        raise ValueError("algorithm.policy_loss_options needs both rollout_rs and rollout_rs_threshold, or neither.")
+    if "rollout_rs" not in options:
+        return
+    criteria = dict.fromkeys(part.strip() for part in str(options["rollout_rs"]).split(",") if part.strip())
+    if not criteria or set(criteria) - set(REJECTION_CRITERIA):
+        raise ValueError(
+            f"algorithm.policy_loss_options.rollout_rs is {options['rollout_rs']!r}: use "
+            f"{', '.join(REJECTION_CRITERIA)}, or several of them separated by commas."
+        )
+    limits = [part.strip() for part in str(options["rollout_rs_threshold"]).split(",") if part.strip()]
+    whole = limits * len(criteria) if len(limits) == 1 else limits
+    if len(whole) != len(criteria) or not all(map(_is_limit, criteria, whole)):
+        raise ValueError(
+            f"algorithm.policy_loss_options.rollout_rs_threshold is {options['rollout_rs_threshold']!r}: give one "
+            "positive number for all criteria of rollout_rs or one for each; those that end in k1 also take a range "
+            "such as 0.5_2."
+        )
+
+
+def _is_limit(criterion: str, text: str) -> bool:
+    try:
+        limits = [float(part) for part in text.split("_")]
+    except ValueError:
+        return False
+    most = 2 if criterion.endswith("k1") else 1
+    return len(limits) <= most and all(limit > 0.0 for limit in limits) and limits == sorted(limits)
+
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -15,65 +143,80 @@ class RolloutCorrectionSection(FrozenModel):
     """Importance sampling between the engine that sampled and the learner that trains (verl's rollout correction)."""
 
     level: Literal["none", "token", "sequence"] = "none"
-    """none measures the difference but does not correct it."""
+    """Granularity of the importance weights. none: measure the difference but don't correct it."""
     threshold: float = Field(2.0, gt=1.0)
-    """Weights above it are truncated to it (TIS)."""
+    """Importance weights above this are truncated to it (TIS)."""
 
 
 class DynamicSamplingSection(FrozenModel):
     """DAPO's dynamic sampling."""
 
     enabled: bool = False
-    """Replace groups whose rewards are all equal by further prompts: every group of a step then teaches something."""
+    """Replace groups whose rewards are all equal with groups of further prompts, so that every group of a step has a
+    gradient."""
     max_dropped_per_step: int = Field(8, ge=1)
-    """Most groups to replace; further ones are kept, so that a step ends even when every prompt, or none, is solved."""
+    """Most groups to replace per step. Further ones are kept, so that a step ends even if all or no prompts are
+    solved."""
 
 
 class CurriculumSection(FrozenModel):
     """Prompts by difficulty."""
 
     enabled: bool = False
-    """Draw each group's prompt by weight instead of going through all in turn: 4 p (1 - p) of the share p of its
-    trajectories that were solved so far, so that what is always or never solved comes less often. With several
-    `sources` it is a source that is drawn: by its ratio times that of all its trajectories."""
+    """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
+    trajectories solved so far: prompts that are always or never solved come less often. With several `sources`, the
+    source is drawn, with its ratio times this weight over all its trajectories."""
     min_weight: float = Field(0.1, gt=0.0, le=1.0)
-    """Weight of a prompt that is always or never solved; one that was never tried has 1."""
+    """Weight of a prompt that is always or never solved. A prompt that was never tried has weight 1."""
 
 
 class OverlongSection(FrozenModel):
-    """DAPO's treatment of completions that run into rollout.max_completion_tokens."""
+    """DAPO's treatment of completions that reach rollout.max_completion_tokens."""
 
     filter: bool = False
-    """Leave truncated trajectories out of the loss. They stay in their group's baseline."""
+    """Exclude truncated trajectories from the loss. They still count in their group's baseline."""
     buffer_tokens: int = Field(0, ge=0)
-    """Soft punishment: the last so many tokens before the limit cost reward, linearly. 0 punishes nothing."""
+    """Length penalty: over this many last tokens before the limit, the reward falls linearly by `penalty`. 0: no
+    penalty."""
     penalty: float = Field(1.0, gt=0.0)
-    """Reward lost at the limit."""
+    """Reward that a completion at the limit loses."""
 
 
 class AlgorithmSection(FrozenModel):
     adv_estimator: str = "grpo"
-    """A name of verl's ADV_ESTIMATOR_REGISTRY that needs no critic."""
+    """Advantage estimator: a name in verl's ADV_ESTIMATOR_REGISTRY that needs no critic, or a plug-in's."""
     norm_adv_by_std: bool = True
-    """Divide by the group's standard deviation. False is Dr. GRPO."""
+    """Divide advantages by the group's standard deviation. False: as in Dr. GRPO."""
     gdpo_reward_terms: tuple[str, ...] = ()
-    """For gdpo: the reward terms that are normalised one by one. Empty normalises the total."""
+    """For gdpo: the reward terms to normalise separately. Empty: normalise the total reward."""
     policy_loss: str = "vanilla"
-    """A name of verl's POLICY_LOSS_REGISTRY."""
+    """Policy loss: a name in verl's POLICY_LOSS_REGISTRY, or a plug-in's."""
     policy_loss_options: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - pydantic copies it
-    """Further keys of verl's PolicyLossConfig, for the losses that have their own (clip_cov, kl_cov, …)."""
+    """Options of policy_loss: clip_cov has clip_cov_ratio, clip_cov_lb, clip_cov_ub; kl_cov has kl_cov_ratio,
+    ppo_kl_coef; dro has dro_beta (required); sapo has tau_pos, tau_neg; bypass_mode has loss_type, rollout_rs,
+    rollout_rs_threshold. Options that the loss does not read are errors."""
     loss_agg_mode: LossAggMode = "token-mean"
+    """How the loss averages tokens, by verl's names. token-mean: every token of the step has the same weight.
+    seq-mean-…: every trajectory has the same weight; -token-sum-norm divides by the longest response (Dr. GRPO)."""
     clip_ratio_low: float = Field(0.2, ge=0.0)
+    """PPO's clip: lower bound of the probability ratio is 1 - clip_ratio_low."""
     clip_ratio_high: float = Field(0.2, ge=0.0)
-    """Above clip_ratio_low it is DAPO's clip-higher."""
+    """PPO's clip: upper bound of the probability ratio is 1 + clip_ratio_high. A value above clip_ratio_low is DAPO's
+    clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1.0)
     """Dual clip: bound of the loss for negative advantages."""
     kl_loss_coef: float = Field(0.0, ge=0.0)
-    """Weight of the KL to the frozen reference. At 0 no reference model is loaded."""
+    """Weight of the KL loss to the frozen reference model. 0: no reference is loaded."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3."""
     entropy_coef: float = Field(0.0, ge=0.0)
-    """Weight of the entropy bonus. Entropy is measured every step whatever this is."""
+    """Weight of the entropy bonus. Entropy is measured every step, also at 0."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     curriculum: CurriculumSection = CurriculumSection()
     overlong: OverlongSection = OverlongSection()
+
+    @model_validator(mode="after")
+    def _loss_reads_its_options(self) -> Self:
+        check_loss_options(self.policy_loss, self.policy_loss_options)
+        return self

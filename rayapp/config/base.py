@@ -11,14 +11,14 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class FrozenModel(BaseModel):
-    """A section of the configuration: immutable, and a key it doesn't know is an error."""
+    """A section of the configuration: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_is_empty(cls, values: Any) -> Any:
-        """`reward.custom=` and `tasks:` say nothing in YAML, which is empty where a text or a list is wanted."""
+        """Read a null (`reward.custom=`, `tasks:`) as an empty text or list if the key holds one."""
         if not isinstance(values, dict):
             return values
         return {key: _empty(cls.model_fields.get(key)) if value is None else value for key, value in values.items()}

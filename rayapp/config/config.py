@@ -1,8 +1,8 @@
-"""The one configuration: every key, its unit, its bounds, and why its default is what it is.
+"""The configuration of a run: all sections together, the checks across them, and the GPUs that they ask for.
 
-`configs/*.yaml` state only what differs from these defaults. Sections are in the modules beside this one, loading
-(files, `key.sub=value` overrides, the nearest valid key for a typo) in `loading.py`. Nothing here imports anything
-heavy, so that `rayapp --help` is instant.
+`configs/*.yaml` hold only settings that differ from these defaults. The sections are in the modules beside this one;
+`loading.py` reads files and `key.sub=value` overrides. Nothing here imports a heavy package, so that `rayapp --help`
+is instant.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from rayapp.config.agent import AgentSection, DataSection, RewardSection
-from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.algorithm_names import NEEDS_NO_GROUP
+from rayapp.config.agent import AgentSection, DataSection, RewardSection, SourceSection, filled_in
+from rayapp.config.algorithm import NEEDS_NO_GROUP, AlgorithmSection
 from rayapp.config.base import FrozenModel
-from rayapp.config.distillation import DistillationSection
-from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
-from rayapp.config.model_servers import SCHEME, ModelServerSection, server_named
+from rayapp.config.other_models import SCHEME, DistillationSection, JudgeSection, ModelServerSection, server_named
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
     CheckpointSection,
@@ -38,8 +35,11 @@ from rayapp.config.sections import (
     TrainSection,
     WarmupSection,
 )
-from rayapp.config.sources import SourceSection, filled_in
-from rayapp.core.location import Location
+from rayapp.core.files import Location
+
+LEAST_DEADLINE_S = 300.0
+SLOWEST_TOKEN_S = 0.25
+"""Seconds per token, in a full batch, that no healthy server needs: 20 times those of an 8B model on an H100."""
 
 
 class Config(FrozenModel):
@@ -48,16 +48,16 @@ class Config(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not with
-    data files or `sources`: with those, none is the default."""
+    """Names of shipped tasks, or paths of .yaml or .py files. Prompts cycle through them in a seeded order. Can't be
+    combined with data files or `sources`; with either, the default is no tasks."""
     sources: tuple[SourceSection, ...] = ()
-    """Several of tasks and data in one run, each with a share of the groups and settings of its own (docs/tasks.md). In
-    place of `tasks` and data.train_files, which are short for one source with the run's settings."""
+    """Several sets of tasks or data files in one run, each with a share of the groups and its own settings
+    (docs/tasks.md). Replaces `tasks` and data.train_files, which are short for one source with the run's settings."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
     judges: tuple[JudgeSection, ...] = ()
-    """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
+    """Judge models behind HTTP, which `reward.judges` refers to by name (docs/judges.md)."""
     model_servers: tuple[ModelServerSection, ...] = ()
     """Models that the run serves itself, for judges and a teacher (docs/judges.md#servers-of-the-run)."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -75,13 +75,18 @@ class Config(FrozenModel):
     tracking: TrackingSection = TrackingSection()
 
     @property
+    def judges_read_references(self) -> bool:
+        """True if a judge of this source reads its rows' ground truths."""
+        return any(judge.reference for judge in self.judges if judge.name in self.reward.judges)
+
+    @property
     def uses_data(self) -> bool:
         """True for a run on data files, False for one on tasks."""
         return bool(self.data.train_files or self.data.eval_files)
 
     @property
     def default_agent(self) -> str:
-        """Who plays tasks, and data rows that name no agent: tool_agent, single_turn_agent or external_agent."""
+        """Agent of tasks, and of data rows that name no agent: tool_agent, single_turn_agent or external_agent."""
         return self.agent.default_agent if self.uses_data else self.agent.task_agent
 
     @property
@@ -90,13 +95,23 @@ class Config(FrozenModel):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
+    def group_deadline_s(self) -> float:
+        """Seconds from a group's start to its end; see rollout.group_deadline_s."""
+        rollout, server, train = self.rollout, self.server, self.train
+        if rollout.group_deadline_s is not None:
+            return rollout.group_deadline_s
+        sequences = (train.max_staleness + 1) * train.groups_per_step * rollout.group_size
+        rounds = max(1.0, sequences / (server.num_servers * server.max_num_seqs))
+        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds)
+
+    @property
     def max_learner_tokens(self) -> int:
-        """Longest sequence that a learner computes: with what a teacher alone reads."""
+        """Longest sequence that a learner computes, including text that only a teacher reads."""
         return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
     def max_demonstration_tokens(self) -> int:
-        """Longest row that the warm-up takes."""
+        """Longest demonstration that the warm-up takes, in tokens."""
         return self.warmup.max_tokens or self.max_model_tokens
 
     @property
@@ -109,14 +124,14 @@ class Config(FrozenModel):
         """Folder that the run is written to on this machine: `run_uri`, or the staging folder of a run on s3://."""
         if not Location.parse(self.run.output_dir).is_remote:
             return Path(self.run_uri)
-        # A hash of the location goes into the folder's name: two buckets may hold runs of one name.
+        # The folder's name includes a hash of the location: two buckets may hold runs of the same name.
         digest = hashlib.sha256(self.run_uri.encode()).hexdigest()[:12]
         return self.run.staging_dir.expanduser() / f"{self.run.name}-{digest}"
 
     @model_validator(mode="before")
     @classmethod
     def _data_in_place_of_tasks(cls, values: Any) -> Any:
-        """Set no tasks where there are data files or sources and the user names no tasks."""
+        """Make `tasks` empty if data files or sources are given and the user names no tasks."""
         if not isinstance(values, dict) or "tasks" in values:
             return values
         data = values.get("data")
@@ -137,31 +152,31 @@ class Config(FrozenModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where some of a run's groups come from, as a run of its own would say it."""
+    """One source of a run's groups, with its settings as a full config."""
 
     name: str
-    """Empty for the only one of a run without `sources`."""
+    """Name of the source; empty in a run without `sources`, which has one."""
     ratio: float
     config: Config
-    """The run's, with the tasks or data of this source alone, and its settings in place of the run's."""
+    """The run's config with only this source's tasks or data, and its settings in place of the run's."""
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:
-    """All sources of a run, at least one: `tasks` or data files are short for one without a name."""
+    """Return all sources of a run, at least one: `tasks` or data files are a single source without a name."""
     if not config.sources:
         return (Source(name="", ratio=1.0, config=config),)
     return tuple(Source(name=each.name, ratio=each.ratio, config=_alone(config, each)) for each in config.sources)
 
 
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
-    """The config with other values in some sections, not checked."""
+    """Return the config with other values in some sections. The values are not validated."""
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
 
 
 def frozen_models(config: Config) -> dict[str, Config]:
-    """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
+    """Return name -> config to load it by, of the frozen models that learners hold beside the policy."""
     models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
@@ -170,7 +185,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
 
 
 def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
-    """The model servers that judges (rollout workers) or the teacher (learners) are on."""
+    """Return the model servers that serve a judge (asked by rollout workers) or the teacher (asked by learners)."""
     used = {name for source in sources_of(config) for name in source.config.reward.judges}
     urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
     urls += [config.distillation.base_url] if by_learners else []
@@ -179,13 +194,13 @@ def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool 
 
 
 def alone(config: Config, server: ModelServerSection) -> Config:
-    """The config in which a model server's model is the policy: to find, check and plan it as one."""
+    """Return the config with a model server's model as the policy, to check and plan that model as one."""
     own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
     return with_values(config, model={"path": server.path}, server=own)
 
 
 def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
-    """The config of who asks model servers that are up: their addresses by name, in place of run://NAME."""
+    """Return the config with run://NAME replaced by the address of the running model server of that name."""
 
     def address(base_url: str) -> str:
         return urls.get(server_named(base_url), base_url)
@@ -196,7 +211,7 @@ def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
 
 
 def all_tasks(config: Config) -> tuple[str, ...]:
-    """The tasks of all sources, each once."""
+    """Return the tasks of all sources, each once."""
     return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))
 
 
@@ -213,20 +228,20 @@ class Bundle:
 
     num_gpus: int
     server: int | None = None
-    """Index of the server in it."""
+    """Index of the bundle's server."""
     learners: tuple[int, ...] = ()
-    """Ranks in it."""
+    """Ranks of the bundle's learners."""
     model_server: str = ""
-    """Name of the model server in it."""
+    """Name of the bundle's model server."""
 
 
 def bundles_of(
     config: Config, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
 ) -> list[Bundle]:
-    """Who needs how many GPUs, servers first, those of other models last. An evaluation has no learners, a replay no
-    servers.
+    """Return the bundles of a run: servers first, then learners, then model servers. An evaluation has no learners, a
+    replay no servers.
 
-    A colocated server is in one bundle with the learners whose GPUs it uses; without GPUs nobody shares any.
+    A colocated server is in one bundle with the learners whose GPUs it uses. Without GPUs, no processes share a bundle.
     """
     tp = config.server.tensor_parallel_size
     servers = range(config.server.num_servers if with_servers else 0)
@@ -245,12 +260,12 @@ def bundles_of(
 
 
 def num_gpus_of(bundles: Sequence[Bundle]) -> int:
-    """GPUs of all bundles together."""
+    """Return the number of GPUs of all bundles together."""
     return sum(bundle.num_gpus for bundle in bundles)
 
 
 def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
-    """`4 servers x TP 2 + 8 learners = 16`, for messages."""
+    """Return `4 servers x TP 2 + 8 learners = 16`, for messages."""
     servers = [bundle for bundle in bundles if bundle.server is not None]
     num_learners = sum(len(bundle.learners) for bundle in bundles)
     parts = [f"{len(servers)} servers x TP {servers[0].num_gpus}"] if servers else []
@@ -260,11 +275,17 @@ def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
     return f"{' + '.join([joint.join(parts), *others])} = {num_gpus_of(bundles)}"
 
 
-FEWER_GPUS = "Lower server.num_servers, a tensor_parallel_size or learner.num_learners"
+def fewer_gpus(config: Config, have: int) -> str:
+    """Return advice for messages: how to make the config run on this many GPUs."""
+    server, learners = config.server, config.learner.num_learners
+    takes_turns = config.train.max_staleness == 0 and server.num_servers * server.tensor_parallel_size == learners
+    if config.cluster.placement == "split" and takes_turns and learners <= have:
+        return "Let servers and learners take turns on them: cluster.placement=colocated."
+    return "Lower server.num_servers, a tensor_parallel_size or learner.num_learners."
 
 
 def _check_agreement(config: Config) -> None:
-    """Raises ValueError: what does not fit together, both values, and the way out."""
+    """Check settings against each other. Raises ValueError with both values and the way out."""
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
@@ -295,7 +316,7 @@ def _model_servers_fit(config: Config) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): nobody would ask it. Give a judge that reward.judges names, or distillation, "
+            f"model_servers ({idle[0]}): nothing uses it. Give a judge that reward.judges names, or distillation, "
             f"base_url: {SCHEME}{idle[0]}, or leave it out."
         )
 
@@ -319,7 +340,7 @@ def _sources_fit(config: Config) -> None:
             raise ValueError(f"{where} has {both if source.tasks else none}.")
         _tools_have_players(_alone(config, source), f"{where}: ")
         for key, own in source.rollout.model_dump(exclude_none=True).items():
-            most = getattr(config.rollout, key)
+            most = config.group_deadline_s if key == "group_deadline_s" else getattr(config.rollout, key)
             if own > most:
                 raise ValueError(
                     f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, which its processes are laid out "
@@ -335,8 +356,8 @@ def _external_agents_fit(config: Config) -> None:
         if source.config.default_agent != "external_agent":
             if any(is_given):
                 raise ValueError(
-                    f"{where}agent.external is set, but agent.{key} is {source.config.default_agent}: nobody would run "
-                    f"it. Set agent.{key}: external_agent, or leave agent.external out."
+                    f"{where}agent.external is set, but agent.{key} is {source.config.default_agent}, which doesn't "
+                    f"use it. Set agent.{key}: external_agent, or leave agent.external out."
                 )
             continue
         if all(is_given) or not any(is_given):
@@ -398,7 +419,7 @@ def _source_has_judges(source: Source, judges: Mapping[str, JudgeSection]) -> No
                 f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
                 "weight is a finite number. Name one of them, or add it to `judges` (docs/judges.md)."
             )
-        judge, deadline_s = judges[name], source.config.rollout.group_deadline_s
+        judge, deadline_s = judges[name], source.config.group_deadline_s
         if judge.reference and not source.config.uses_data:
             raise ValueError(
                 f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
@@ -439,10 +460,10 @@ def _warmup_fits(config: Config) -> None:
 def _dapo_fits(config: Config) -> None:
     buffer = config.algorithm.overlong.buffer_tokens
     longest = min(source.config.rollout.max_completion_tokens for source in sources_of(config))
-    if buffer >= longest:
+    if buffer > longest:
         raise ValueError(
-            f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
-            f"completion would be punished. Use less than {longest}."
+            f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: the "
+            f"punishment would begin before the first token. Use at most {longest}."
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
@@ -499,7 +520,7 @@ def _gpus_suffice(config: Config) -> None:
         return
     bundles = bundles_of(config)
     if num_gpus_of(bundles) > have:
-        raise ValueError(f"GPUs: {gpu_arithmetic(bundles)}, but cluster.num_gpus is {have}. {FEWER_GPUS}.")
+        raise ValueError(f"GPUs: {gpu_arithmetic(bundles)}, but cluster.num_gpus is {have}. {fewer_gpus(config, have)}")
 
 
 def _placement_fits(config: Config) -> None:
@@ -524,7 +545,7 @@ def _offload_helps(config: Config) -> None:
     if learner.offload_when_idle and config.cluster.placement == "split":
         raise ValueError(
             "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, so "
-            "nobody would use their memory. Turn it off, or use placement colocated."
+            "the freed memory would stay unused. Turn it off, or use placement colocated."
         )
     if learner.offload_when_idle and learner.cpu_offload:
         raise ValueError(

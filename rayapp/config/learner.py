@@ -1,4 +1,4 @@
-"""The section `learner`: memory, precision, adapters, optimizer. See `config.py`."""
+"""Section `learner`: memory, precision, adapters, optimizer. Data only."""
 
 from __future__ import annotations
 
@@ -11,32 +11,41 @@ from rayapp.config.base import Dtype, FrozenModel
 
 class OptimizerSection(FrozenModel):
     lr: float = Field(1e-6, gt=0.0)
+    """Learning rate at the peak of the schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the gradient's mean and variance."""
     eps: float = Field(1e-8, gt=0.0)
+    """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0.0)
+    """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0.0)
+    """Gradient clipping: a gradient with a larger norm is scaled down to it."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to lr * min_lr_ratio at the last step along a cosine or
+    linearly."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps in which the learning rate rises linearly from 0 to lr."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """The schedule ends at lr * min_lr_ratio."""
 
 
 class LoraSection(FrozenModel):
-    """Low-rank adapters instead of all weights."""
+    """Low-rank adapters, trained instead of all weights."""
 
     rank: int = Field(0, ge=0)
-    """0 trains all weights."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: int = Field(32, ge=1)
     """The adapter's product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
-    """Names of linear layers, e.g. q_proj; all-linear takes all of the decoder."""
+    """Names of linear layers to adapt, e.g. q_proj; all-linear: all of the decoder's."""
     send: Literal["adapter", "merged"] = "adapter"
-    """Weights that servers get after each step. adapter: the low-rank matrices alone. merged: whole weights with them
-    merged in, for models that vLLM serves without LoRA, and where the bytes don't matter: it generates faster."""
+    """Weights that servers get after each step. adapter: only the low-rank matrices. merged: full weights with the
+    adapters merged in, for models that vLLM can't serve with LoRA, or for faster generation at the cost of more bytes
+    to send."""
 
     @property
     def sends_adapter(self) -> bool:
-        """Servers hold the model's own weights and an adapter."""
+        """True if servers hold the original weights and an adapter."""
         return self.rank > 0 and self.send == "adapter"
 
     @model_validator(mode="after")
@@ -51,45 +60,48 @@ class LoraSection(FrozenModel):
 
 class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
-    """FSDP2 world size."""
+    """Number of learner processes (FSDP2 world size)."""
     replicas: int = Field(1, ge=1)
-    """Times that the model is there: each of so many groups of learners shards a whole one (HSDP). 1 shards it over all
-    learners. Several nodes: their number, so that only gradients travel between nodes."""
+    """Number of model replicas (HSDP): the learners form this many groups, and each group shards a full model. 1:
+    shard it over all learners. On several nodes use the number of nodes, so that only gradients cross nodes."""
     sequence_parallel: int = Field(1, ge=1)
-    """Learners that compute a micro-batch together, each a part of its tokens (Ulysses): a trajectory may then be this
-    many times as long as learner.max_tokens_per_microbatch. Must divide the model's attention heads."""
+    """Learners that compute a micro-batch together, each a part of its tokens (Ulysses). A trajectory may then be this
+    many times as long as learner.max_tokens_per_microbatch. Must divide the number of attention heads."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
-    """Tokens that a learner computes in one forward: the memory of activations grows with it, nothing else does. auto
-    measures at the start how many fit, and takes a power of two; where it differs, runs differ in their last digits."""
+    """Most tokens of one forward pass of a learner. It determines the memory of activations and nothing else. auto: at
+    the start, measure how many fit and take a power of two; runs with different values differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
-    """Dtype of the forward and backward. Parameters and optimizer state are float32."""
+    """Dtype of forward, backward and frozen parameters (a reference, a teacher, the model under adapters). Trained
+    parameters and optimizer state are float32."""
     share_prefixes: bool = True
-    """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
+    """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
     compile: bool = False
-    """Compile norms, rotary positions and gated MLPs (torch.compile): less memory traffic, the same numbers but for
-    rounding. The first steps take longer; needs a C++ compiler where the learners run, and Triton on GPUs."""
+    """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
+    rounding. The first steps take longer. Needs a C++ compiler on the learners' nodes, and Triton on GPUs."""
     router_replay: bool = False
-    """Mixtures of experts: train each token with the experts that the server chose for it (R3), and so do old
-    log-probs; weights of the mixture stay the learner's own, and so does a reference's choice (docs/learner.md)."""
+    """For mixtures of experts: train each token, and compute its old log-prob, with the experts that the server chose
+    (R3). The learner still computes the mixture weights, and a reference chooses its own experts (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
-    """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
+    """Tokens whose logits are in memory at once: vocabulary x this x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of a learner on CPU; 0 divides the cores among the learners, or half of them where servers compute beside
-    them (train.max_staleness above 0)."""
+    """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the learners, or half of that
+    if servers compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
     step_timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of one training step. Learners that miss it are replaced."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2). Slower; for models that don't fit on the
+    GPU."""
     offload_when_idle: bool = False
-    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate: room for a
-    larger KV cache. Only with cluster.placement: colocated; costs a copy there and back every step."""
+    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate, which leaves
+    room for a larger KV cache. Needs cluster.placement: colocated; costs a copy in each direction every step."""
     lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
 
     @property
     def token_budget(self) -> int:
-        """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
+        """`max_tokens_per_microbatch` as a number. A learner replaces auto before this is read."""
         assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
         return self.max_tokens_per_microbatch
 

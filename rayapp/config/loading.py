@@ -1,16 +1,16 @@
-"""Reads a YAML file and `key.sub=value` overrides as a checked `Config`.
+"""Load a `Config` from a YAML file and `key.sub=value` overrides.
 
     configs/x.yaml (with the files it includes) <- overrides -> OmegaConf (parses, merges, ${…}) -> Config (validates)
 
-Called by the CLI, tests and benchmarks. It starts nothing and imports nothing heavy. Everything wrong with a config is
-one ConfigError that lists all of it.
+Nothing heavy is imported. All mistakes of a config are reported in one ConfigError. For unknown keys the message names
+the nearest key, or the counterpart of a key of TRL or verl (docs/migrate-from-trl.md).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -20,23 +20,89 @@ from pydantic import ValidationError
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, first_line
-from rayapp.core.names.near import did_you_mean
-from rayapp.core.names.plugins import Kind, is_plugin
+from rayapp.core.names import Kind, did_you_mean, is_plugin
 from rayapp.core.validation import explain
+
+ALIASES: Mapping[str, str] = {
+    "adam_beta1": "learner.optimizer.betas",
+    "adam_epsilon": "learner.optimizer.eps",
+    "batch_size": "train.groups_per_step",
+    "beta": "algorithm.kl_loss_coef",
+    "bf16": "learner.compute_dtype",
+    "dataset_name": "data.train_files",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "epsilon": "algorithm.clip_ratio_low",
+    "epsilon_high": "algorithm.clip_ratio_high",
+    "eval_dataset": "data.eval_files",
+    "eval_steps": "eval.every_steps",
+    "experiment_name": "run.name",
+    "generation_batch_size": "train.groups_per_step",
+    "grad_clip": "learner.optimizer.max_grad_norm",
+    "gradient_accumulation_steps": "train.groups_per_step",
+    "gradient_checkpointing": "learner.activation_checkpointing",
+    "importance_sampling_level": "algorithm.policy_loss",
+    "learning_rate": "learner.optimizer.lr",
+    "logger": "tracking.trackers",
+    "lora_alpha": "learner.lora.alpha",
+    "lora_r": "learner.lora.rank",
+    "lora_rank": "learner.lora.rank",
+    "loss_type": "algorithm.loss_agg_mode",
+    "lr_scheduler_type": "learner.optimizer.schedule",
+    "lr_warmup_steps": "learner.optimizer.warmup_steps",
+    "mask_truncated_completions": "algorithm.overlong.filter",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_new_tokens": "rollout.max_completion_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_response_length": "rollout.max_completion_tokens",
+    "max_steps": "train.num_steps",
+    "max_tool_calling_iterations": "agent.max_assistant_turns",
+    "model_name_or_path": "model.path",
+    "n": "rollout.group_size",
+    "n_gpus_per_node": "cluster.num_gpus",
+    "num_epochs": "train.num_steps",
+    "num_generations": "rollout.group_size",
+    "num_generations_eval": "eval.samples_per_task",
+    "num_train_epochs": "train.num_steps",
+    "peft_config": "learner.lora.rank",
+    "per_device_train_batch_size": "train.groups_per_step",
+    "ppo_micro_batch_size_per_gpu": "learner.max_tokens_per_microbatch",
+    "ppo_mini_batch_size": "train.num_minibatches",
+    "project_name": "tracking.project",
+    "report_to": "tracking.trackers",
+    "resume_from_checkpoint": "run.resume",
+    "reward_funcs": "reward.custom",
+    "run_name": "run.name",
+    "save_freq": "checkpoint.every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "scale_rewards": "algorithm.norm_adv_by_std",
+    "tensor_model_parallel_size": "server.tensor_parallel_size",
+    "test_freq": "eval.every_steps",
+    "tool_config_path": "agent.tool_file",
+    "total_epochs": "train.num_steps",
+    "total_training_steps": "train.num_steps",
+    "train_batch_size": "train.groups_per_step",
+    "train_dataset": "data.train_files",
+    "val_files": "data.eval_files",
+    "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "server.tensor_parallel_size",
+}
+"""Key of TRL or verl -> key here, for names that no key here ends with."""
+
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
 INCLUDE = "include"
-"""The only key of a config file that is not a setting: files, relative to this one, that it changes."""
+"""The only key of a config file that is not a setting: files, relative to this one, whose settings it overrides."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run.
+    """Load and validate the configuration of a run.
 
     Args:
-        path: YAML file; None is all defaults.
-        overrides: `key.sub=value`, the value in YAML. Later ones win, and those like `sources[0].ratio=2` last.
+        path: YAML file; None: all defaults.
+        overrides: `key.sub=value`, the value in YAML. Later ones win; list items (`sources[0].ratio=2`) apply last.
     Raises:
-        ConfigError: a file can't be read, or keys or values are wrong: one line for each.
+        ConfigError: a file can't be read, or keys or values are wrong, with one line for each.
     """
     where = "the overrides" if path is None else str(path)
     try:
@@ -50,13 +116,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {first_line(error)}") from error
     except ValidationError as error:
-        raise ConfigError(f"{where}:{_indented(explain(error, Config))}") from error
+        raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error
     _check_names(config)
     return config
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration with every default filled in; loading it gives an equal one."""
+    """Return the configuration as YAML with every default filled in; loading it gives an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -96,9 +162,8 @@ def _change_in_list(merged: DictConfig | ListConfig, override: str) -> None:
 
 
 def _files_nearby(path: Path) -> str:
-    names = sorted(str(file) for file in Path("configs").rglob("*.yaml"))
-    near = difflib.get_close_matches(str(path), names, n=1)
-    if near:
+    names = sorted(str(file) for file in Path("configs").glob("*.yaml"))
+    if near := difflib.get_close_matches(str(path), names, n=1):
         return f"Did you mean {near[0]}?"
     return f"There are: {', '.join(names)}." if names else "Run this in the folder that holds configs/."
 
@@ -115,8 +180,8 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_names(config: Config) -> None:
-    """Check names that live in registries, which the schema doesn't import."""
-    from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
+    """Check names that are looked up in registries, which the schema doesn't import."""
+    from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 
     checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (
         ("algorithm.adv_estimator", "estimators", config.algorithm.adv_estimator, ADV_ESTIMATORS),

@@ -1,4 +1,4 @@
-"""Configuration of sandboxes: which providers, in which order, and the rules of the pool. Data only."""
+"""Section `sandbox`: the sandbox providers in their order, and the limits of the pool. Data only."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from rayapp.config.base import FrozenModel
 
 
 class LocalConfig(FrozenModel):
-    """Isolated processes on the rollout worker's node: no service, no key, no root."""
+    """Isolated processes on the rollout worker's node. Needs no service, no key and no root."""
 
     type: Literal["local"] = "local"
     max_sandboxes: int = Field(0, ge=0)
-    """Sandboxes alive at once; 0 is `max_leases`, or else one per core: with more, how long code runs, and so whether
-    it meets its deadline, would depend on its neighbours."""
+    """Most sandboxes alive at once. 0: `max_leases`, or one per core if that is 0 too; with more than one per core,
+    code would be slowed down by other sandboxes and could miss its deadline."""
     packages: tuple[str, ...] = ()
-    """Packages preloaded in every sandbox besides those its task names, e.g. [numpy]."""
+    """Packages preloaded in every sandbox, e.g. [numpy], in addition to those its task names."""
 
 
 class _Remote(FrozenModel):
     max_sandboxes: int = Field(20, ge=1)
-    """Sandboxes alive at once: the account's quota, less what others use. A smaller quota is found out and kept to."""
+    """Most sandboxes alive at once: the account's quota minus other use. If the provider's quota turns out smaller, the
+    pool adapts to it."""
     answer_within_s: float = Field(20.0, gt=0, le=60)
-    """How long a call to a sandbox may take that runs no code, and how much longer than the code's own time limit one
-    that does: the way there and back, and starting an interpreter. A sandbox that takes longer has failed."""
+    """Time limit for the overhead of a call to a sandbox (network and interpreter start), on top of the code's own time
+    limit if the call runs code. A sandbox that takes longer has failed."""
     images: dict[str, str] = Field(default_factory=dict)
-    """Image or folder name of a task over a repository -> this provider's template for it (Daytona: snapshot)."""
+    """Image or folder name that a repository task asks for -> this provider's template for it (Daytona: snapshot)."""
 
     def template_of(self, wanted: str) -> str:
-        """The provider's template for what a task asks for; empty is its default."""
+        """Return the provider's template for the image that a task asks for; empty: its default."""
         return self.images.get(wanted, wanted)
 
 
 class _Created(_Remote):
-    """Sandboxes that the pool creates, ahead of those who use them."""
+    """Providers whose sandboxes the pool creates ahead of use."""
 
     creations_per_s: float = Field(1.0, gt=0, le=1000)
-    """Sandboxes created per second, sustained: providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
+    """Sustained rate of creations in sandboxes per second: providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
     creation_burst: int = Field(5, ge=1)
     """Creations that may start at once after a pause."""
 
@@ -48,23 +49,26 @@ class E2BConfig(_Created):
 
     type: Literal["e2b"] = "e2b"
     dialect: Literal["e2b", "kruise"] = "e2b"
-    """`kruise`: the routes and the addressing of OpenKruise's sandbox-manager (see docs/sandbox-providers.md)."""
+    """API dialect. kruise: routes and addresses of OpenKruise's sandbox-manager (docs/sandbox-providers.md)."""
     template: str = "code-interpreter-v1"
-    """Template, or name of the SandboxSet, for tasks that name none. It needs python3; stateful code also Jupyter."""
+    """Template, or name of the SandboxSet, for tasks that name none. It needs python3, and Jupyter for stateful
+    code."""
     api_key_env: str = Field("E2B_API_KEY", min_length=1)
-    """Environment variable that holds the key: keys never stand in a config."""
+    """Environment variable that holds the key; a config never holds keys."""
     domain: str = ""
-    """Domain of the endpoint; empty is E2B's own."""
+    """Domain of the endpoint. Empty: E2B's own."""
     api_url: str = ""
-    """Whole URL of the control plane, where it is not https://api.DOMAIN. Needed for dialect kruise."""
+    """Full URL of the control plane, if it is not https://api.DOMAIN. Required for dialect kruise."""
     sandbox_url: str = ""
-    """Whole URL through which sandboxes are reached, where it is not https://PORT-ID.DOMAIN."""
+    """Full URL of sandboxes, if it is not https://PORT-ID.DOMAIN."""
     allow_internet: bool = False
-    """Let code in a sandbox reach the internet: then a completion can look its answer up."""
+    """Let code in a sandbox reach the internet. Completions could then look up their answers."""
     claim_timeout_s: int = Field(30, ge=1, le=600)
-    """kruise only: longest wait for a sandbox of the warm set. Always sent: without it the server waits for ever."""
+    """For kruise: longest wait for a sandbox from the warm set. Always sent: without it, the server would wait
+    forever."""
     ready_timeout_s: int = Field(60, ge=1, le=600)
-    """kruise only: longest wait for a claimed sandbox to answer. Always sent, as above."""
+    """For kruise: longest wait until a claimed sandbox is ready. Always sent: without it, the server would wait
+    forever."""
 
     @model_validator(mode="after")
     def _kruise_needs_its_url(self) -> Self:
@@ -78,23 +82,23 @@ class DaytonaConfig(_Created):
 
     type: Literal["daytona"] = "daytona"
     max_sandboxes: int = Field(10, ge=1)
-    """Sandboxes alive at once: the account's quota of CPUs, less what others use."""
+    """Most sandboxes alive at once: the account's CPU quota minus other use."""
     creations_per_s: float = Field(4.0, gt=0, le=1000)
-    """Sandboxes created per second, sustained: the lowest tier allows 300 a minute."""
+    """Sustained rate of creations in sandboxes per second: the lowest tier allows 300 a minute."""
     snapshot: str = ""
-    """Snapshot for tasks that name no template; empty is Daytona's default. Not together with `image`."""
+    """Snapshot for tasks that name no template. Empty: Daytona's default. Can't be combined with `image`."""
     image: str = ""
     """Image to create from instead of a snapshot."""
     cpu: int = Field(1, ge=1)
-    """Cores per sandbox; with `image` only, a snapshot has its own."""
+    """Cores per sandbox; only used with `image`, as a snapshot has its own."""
     memory_gib: int = Field(1, ge=1)
-    """Memory per sandbox in GiB; with `image` only."""
+    """Memory per sandbox in GiB; only used with `image`."""
     api_key_env: str = Field("DAYTONA_API_KEY", min_length=1)
     """Environment variable that holds the key."""
     api_url: str = ""
-    """Endpoint; empty is Daytona's own."""
+    """URL of the API. Empty: Daytona's own."""
     target: str = ""
-    """Region; empty is the account's default."""
+    """Region. Empty: the account's default."""
     allow_internet: bool = False
     """Let code in a sandbox reach the network."""
 
@@ -112,40 +116,40 @@ class McpConfig(_Remote):
     url: str = Field(min_length=1)
     """The server's endpoint, e.g. http://127.0.0.1:8082/mcp."""
     api_key_env: str = ""
-    """Environment variable that holds the key; empty sends none."""
+    """Environment variable that holds the key. Empty: send no key."""
     api_key_header: str = "E2B-API-KEY"
     """Header that carries the key; `Authorization` sends it as a bearer token."""
     template: str = "code-interpreter"
-    """Sent as X-Template, for tasks that name none."""
+    """Template for tasks that name none, sent as X-Template."""
     tool: Literal["session", "once"] = "session"
-    """`session`: run_command in the sandbox of the session, and run_code for stateful code. `once`: every program by
-    run_code_once, in a sandbox of its own that ends with it; no files, nothing stateful."""
+    """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
+    for every program, each in a fresh sandbox that ends with it; no files and no state."""
     execution_timeout_s: int = Field(60, ge=1, le=3600)
-    """The server's own limit for one execution in seconds, sent as X-Execution-Timeout. Longer than any task's."""
+    """The server's time limit for one execution, sent as X-Execution-Timeout. Must exceed any task's time limit."""
 
 
 class FakeConfig(_Created):
-    """Sandboxes that run nothing and answer what a script says: to test tasks and the pool itself."""
+    """Fake sandboxes that run no code and return scripted answers, to test tasks and the pool."""
 
     type: Literal["fake"] = "fake"
     creations_per_s: float = Field(1000.0, gt=0, le=1000)
-    """Sandboxes created per second, sustained; here no provider limits them."""
+    """Sustained rate of creations in sandboxes per second; no real provider limits it."""
     latency_s: float = Field(0.0, ge=0, le=60)
-    """How long each call takes, in seconds."""
+    """Duration of each call."""
     fail_share: float = Field(0.0, ge=0, le=1)
-    """Share of calls that fail, in every way a provider can."""
+    """Share of calls that fail, in all the ways that a provider can fail."""
     seed: int = 0
-    """Which calls fail."""
+    """Seed that draws the calls that fail."""
 
 
 class PluginConfig(_Created):
-    """Sandboxes of a provider that another package brings (docs/plugins.md)."""
+    """Sandboxes of a provider from another package (docs/plugins.md)."""
 
     type: Literal["plugin"] = "plugin"
     name: str = Field(min_length=1)
-    """Its name in the group rayapp.sandbox_providers."""
+    """The provider's name in the entry-point group rayapp.sandbox_providers."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What it is made with. Keys belong into the environment, not here."""
+    """Options passed to the provider. Put keys into the environment, not here."""
 
 
 ProviderConfig = Annotated[
@@ -154,42 +158,43 @@ ProviderConfig = Annotated[
 
 
 class SandboxConfig(FrozenModel):
-    """The sandboxes that model-written code runs in: providers, and how many at a time."""
+    """Sandboxes for model-written code: providers and limits."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
-    """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail
-    again and again. Results of a fallback say so."""
+    """Providers in order of preference. A later one is used only while all earlier ones have no quota or keep failing.
+    Results from a fallback say so."""
     max_leases: int = Field(0, ge=0)
-    """Sandboxes in use at once over all rollout workers and providers; 0 is what the providers' limits add up to."""
+    """Most sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers' limits."""
     max_waiting: int = Field(10_000, ge=1)
-    """Callers that may wait for a lease; one more is refused rather than left to time out."""
+    """Most callers that may wait for a lease. Further ones are refused at once instead of timing out."""
     lease_ttl_s: float = Field(600.0, gt=0)
-    """A lease not given back by then is taken back. Longer than any task's timeout_s."""
+    """A lease that is not returned within this time is revoked. Must exceed any task's timeout_s."""
     holder_timeout_s: float = Field(60.0, gt=0)
-    """A rollout worker not heard of for so long is dead: its leases are taken back."""
+    """A rollout worker that sends nothing for this long counts as dead, and its leases are revoked."""
     min_ready: int = Field(0, ge=0)
-    """Remote sandboxes kept warm, idle, for each kind in use. A step's burst should find them ready."""
+    """Idle remote sandboxes to keep warm for each kind in use, ready for a step's burst."""
     prefetch: bool = False
-    """Have as many remote sandboxes ready for the next step as the steps before used at once: they are made while the
-    learner trains. Idle ones cost money; they are ended after idle_timeout_s, which a step should not outlast."""
+    """While the learner trains, create as many remote sandboxes for the next step as earlier steps used at once. Idle
+    sandboxes cost money; they are ended after idle_timeout_s, which should be longer than a step."""
     max_uses: int = Field(1, ge=1)
-    """Leases one remote sandbox serves. 1 leaves nothing behind for the next; with more, each return is checked."""
+    """Leases that one remote sandbox serves. With 1, nothing is left behind for the next lease; with more, each
+    returned sandbox is checked."""
     create_timeout_s: float = Field(90.0, gt=0, le=3600)
-    """Longest wait for one creation. One that answers later is adopted or killed."""
+    """Longest wait for a creation. A sandbox that is ready later is adopted or killed."""
     sandbox_ttl_s: float = Field(900.0, ge=60, le=86400)
-    """The provider ends a sandbox that nobody extended for so long: the last resort against leaks."""
+    """The provider ends a sandbox that was not extended for this long: the last resort against leaks."""
     idle_timeout_s: float = Field(300.0, gt=0)
-    """A warm sandbox beyond min_ready that nobody used for so long is ended: it costs money."""
+    """A warm sandbox beyond min_ready that is unused for this long is ended, as it costs money."""
     sweep_every_s: float = Field(60.0, gt=0)
-    """How often the pool compares what lives at the provider with what it knows of, and ends strays."""
+    """Seconds between comparisons of the provider's list of sandboxes with the pool's, to end stray ones."""
     breaker_failures: int = Field(5, ge=1)
-    """Failed creations in a row after which a provider is left alone for a while."""
+    """Consecutive failed creations after which a provider is paused."""
     breaker_cooldown_s: float = Field(30.0, gt=0)
-    """For how long; doubled each time it fails again, up to ten minutes."""
+    """Length of that pause; doubled each time the provider fails again, up to ten minutes."""
     reaper_grace_s: float = Field(120.0, gt=0)
-    """A run not heard of for so long is dead: the reaper ends its sandboxes."""
+    """A run that sends nothing for this long counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
-    """Run model-written code with no isolation where the node offers none; every result then says so."""
+    """Run model-written code without isolation if the node offers none; every result then says so."""
 
     @model_validator(mode="after")
     def _distinct_providers(self) -> Self:
@@ -202,7 +207,7 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """The same without a stock of warm sandboxes, which would cost money and serve nobody where few are leased."""
+        """This section without warm sandboxes, which cost money and are useless if few are leased."""
         return self.model_copy(update={"min_ready": 0})
 
     @property

@@ -1,24 +1,28 @@
-"""The sections of a run that are neither algorithm, learner, agent nor sandbox. See `config.py`."""
+"""Sections run, model, rollout, train, warmup, server, checkpoint, eval, cluster, recovery and tracking. Data only."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import Dtype, FrozenModel
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
-from rayapp.core.location import Location
-from rayapp.core.names.plugins import check_name
+from rayapp.core.files import Location
+from rayapp.core.names import check_name
 
 TRACKERS = ("console", "jsonl", "tensorboard", "mlflow", "wandb")
 CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Options of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
+"""Sampling options of vLLM that change the sampled distribution, so that it is no longer the trained one."""
+
+
+GPU_BATCHED_TOKENS = 8192
+"""vLLM's default for `vllm serve` on GPUs; an engine made in a program defaults to 2048, which slows prompts down."""
 
 
 class RunSection(FrozenModel):
@@ -27,16 +31,17 @@ class RunSection(FrozenModel):
     output_dir: str = Field("outputs", min_length=1)
     """The run folder is `<output_dir>/<name>`: a path, or s3://bucket/prefix. Credentials are in the environment."""
     staging_dir: Path = Path("~/.cache/rayapp/runs")
-    """For a run folder on s3://: where its files are until they are uploaded. The driver and the learners must share
-    it. It is emptied when a run ends and all of it is uploaded."""
+    """Local folder for the files of a run on s3:// until they are uploaded. The driver and the learners must share it.
+    It is emptied when the run has ended and all its files are uploaded."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on from the last whole checkpoint if there is one. never: refuse a folder that has a run in it.
-    must: refuse to start from nothing."""
+    """auto: continue from the last complete checkpoint if there is one. never: refuse a folder that holds a run.
+    must: refuse to start without a checkpoint."""
     allow_changed: tuple[str, ...] = ()
-    """Keys or sections, e.g. learner.optimizer.lr, that may differ from what the run folder was made with. Without it a
-    run goes on only under a configuration that trains the same."""
+    """Keys or sections, e.g. learner.optimizer.lr, that may differ from the config the run folder was made with. A run
+    resumes only if all other keys that affect training are unchanged."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Draws prompts' order, sampling, hidden tests. The same seed and config give the same run (synchronous CPU)."""
+    """Seed of prompt order, sampling and hidden tests. The same seed and config give the same run (synchronous, on
+    CPU)."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -55,25 +60,29 @@ class RunSection(FrozenModel):
 
 class ModelSection(FrozenModel):
     path: str = "models/smollm2-135m"
-    """A local Hugging Face folder, one on s3://, or a hub id. `rayapp model fetch smollm2-135m` makes the default."""
+    """Hugging Face model: a local folder, an s3:// folder, or a hub id. `rayapp model fetch smollm2-135m` fetches the
+    default."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. It has your credentials: leave it off for models you don't know."""
+    """Run Python code that comes with the model. It has access to your credentials: leave it off for models you don't
+    trust."""
 
 
 class RolloutSection(FrozenModel):
     group_size: int = Field(16, ge=2)
     """Trajectories per prompt (G). At 1 every group-relative advantage is zero."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """A longer prompt is refused before training starts."""
+    """Longest prompt. Longer ones are refused before training starts."""
     max_completion_tokens: int = Field(256, ge=1)
+    """Most completion tokens of a trajectory, over all its turns and tool results. Longer ones are cut off."""
     temperature: float = Field(1.0, gt=0.0)
-    """Log-probs are those of this temperature, in the engine and in the learner."""
+    """Sampling temperature. Engine and learner both compute log-probs at it."""
     num_workers: int = Field(1, ge=1)
     """Rollout worker processes; each runs many groups at once."""
-    group_deadline_s: float = Field(300.0, gt=0)
-    """A group not finished by then is a failed rollout. Longer than the slowest honest group."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """Deadline of a group; a group that misses it is a failed rollout. None: 0.25 s per token of max_completion_tokens,
+    times the batches that the servers need for all sequences in flight; at least 300 s."""
     max_failed_ratio: float = Field(0.3, ge=0.0, le=1.0)
-    """Share of trajectories of the last ten steps that may fail for reasons that are not the policy's. Past it the
+    """Largest share of the last ten steps' trajectories that may fail for reasons other than the policy. Above it, the
     run stops."""
 
     @model_validator(mode="before")
@@ -91,159 +100,196 @@ class RolloutSection(FrozenModel):
 
 class TrainSection(FrozenModel):
     num_steps: int = Field(100, ge=1)
-    """A run may go on to another number while learner.optimizer.schedule is constant."""
+    """Training steps of the run. May change on resume while learner.optimizer.schedule is constant."""
     groups_per_step: int = Field(2, ge=1)
-    """Prompts per optimizer step (P)."""
+    """Groups, one per prompt, that each training step trains on (P)."""
     num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps made from one batch. 1 is on-policy: old log-probs are those of the update itself."""
+    """Optimizer steps per training step, each on an equal part of its groups. 1 is on-policy: old log-probs are those
+    of the update itself."""
     max_staleness: int = Field(0, ge=0)
-    """Optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous. On one
-    CPU more than 0 is slower: sampling and training share its cores."""
+    """Most optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous. Above
+    0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches 1 every ratio is 1
+    and clipping has no effect on samples of older weights. On a single CPU, values above 0 are slower: sampling and
+    training share its cores."""
     straggler_window: int | None = Field(None, ge=0)
-    """Groups that may be trained before one that is still being generated, as long as that one does not grow staler
-    than max_staleness. None: as many as a step has. 0: strictly in order. Synchronous runs are in order anyway."""
+    """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
+    stays within max_staleness. None: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
 
 
 class WarmupSection(FrozenModel):
     """Supervised steps on demonstrations before GRPO's first step (docs/sft.md)."""
 
     num_steps: int = Field(0, ge=0)
-    """Optimizer steps on demonstrations, by the same learners. 0: none."""
+    """Optimizer steps on demonstrations, on the run's learners. 0: no warm-up."""
     files: tuple[str, ...] = ()
-    """JSONL or parquet: conversations, prompts with completions, or trajectories of `rayapp data from-run`. Empty: the
-    demonstrations of the run's tasks."""
+    """JSONL or parquet files of conversations, prompts with completions, or trajectories from `rayapp data from-run`.
+    Empty: the demonstrations of the run's tasks."""
     eval_files: tuple[str, ...] = ()
-    """Rows whose loss is computed, never trained on: `sft/validation_loss`."""
+    """Files of validation rows, never trained on. Their loss is the metric `sft/validation_loss`."""
     eval_every_steps: int = Field(0, ge=0)
-    """Compute it after every so many steps, too. 0: before the first and after the last alone."""
+    """Steps between computations of the validation loss. 0: only before the first step and after the last."""
     rows_per_step: int = Field(4, ge=1)
-    """Demonstrations per optimizer step. Each epoch takes all of them, in an order of its own from run.seed."""
+    """Demonstrations per optimizer step. Each epoch takes all demonstrations in a new order, drawn from run.seed."""
     max_tokens: int = Field(0, ge=0)
-    """A longer row is refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
+    """Longest row; longer ones are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     filter_overlong: bool = False
-    """Leave longer rows out instead, and say how many."""
+    """Drop rows longer than max_tokens, and report how many, instead of refusing them."""
     optimizer: OptimizerSection = OptimizerSection(lr=2e-5)
-    """Of the supervised steps. GRPO starts with an optimizer that has not stepped."""
+    """Optimizer of the supervised steps. GRPO starts with a fresh optimizer."""
 
 
 class ServerSection(FrozenModel):
     num_servers: int = Field(1, ge=1)
+    """Number of vLLM servers that sample; each holds the whole model."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one node that a server splits the model over."""
     dtype: Dtype = "bfloat16"
+    """Dtype of the weights that servers compute with."""
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
     """Share of the GPU's memory that vLLM takes; unused on CPU."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
-    """KV cache of a rank on CPU, in fractions too: zeroing a GiB takes seconds of each start. Unused on GPU."""
+    """KV cache of each rank on CPU, in GiB; may be fractional. Each GiB adds seconds to the start. Unused on GPU."""
     kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
-    """Tokens of one block of the KV cache. Only whole blocks of a prompt are computed once for a group. 0 is vLLM's
-    choice: on CPU 128, which is more than many prompts have."""
+    """Tokens per KV cache block. A group shares only whole blocks of its prompt; the rest is computed for each
+    trajectory. 0: vLLM's default, which on CPU is 128, longer than many prompts."""
     max_num_seqs: int = Field(64, ge=1)
-    """Sequences decoded at once."""
-    enforce_eager: bool = True
-    """Skip compilation: on CPU it adds 45 s to the start for 10% of speed."""
+    """Most sequences that a server decodes at once."""
+    max_num_batched_tokens: int = Field(0, ge=0)
+    """Most tokens that a server computes in one engine step, decoded tokens and prompt chunks together. 0: 8192 on
+    GPUs, vLLM's default on CPU."""
+    enforce_eager: bool | Literal["auto"] = "auto"
+    """Skip compilation and CUDA graphs. auto: only on CPU, where compiling adds 45 s to the start for 10% more
+    speed."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of a server on CPU; 0 divides the cores among the servers, or half of them where learners compute beside
-    them (train.max_staleness above 0)."""
+    """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the servers, or half of that if
+    learners compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
     start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(300.0, gt=0)
+    """Deadline for a server to load the model and be ready."""
+    request_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one completion, including its wait at the server. None: the group's deadline."""
     sync_timeout_s: float = Field(120.0, gt=0)
     """Deadline of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
     weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
-    """How weights reach the servers. auto: object_store on CPU, nccl where servers have GPUs of their own, ipc where
-    they share the learners'. gloo is nccl's twin for machines without GPUs."""
+    """How weights reach the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they share
+    the learners'. gloo works like nccl, for machines without GPUs."""
     weight_bucket_mib: int = Field(256, ge=1)
-    """Weights of this size travel at once: no device ever holds a second whole copy."""
+    """Weights are sent in buckets of this size, so that no device holds a second full copy."""
+
+    def is_eager(self, *, on_gpu: bool) -> bool:
+        """Return True if vLLM neither compiles nor captures graphs."""
+        return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
+
+    @property
+    def gpu_batched_tokens(self) -> int:
+        """Most tokens that a server on GPUs computes in one step."""
+        return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
+
+    @model_validator(mode="after")
+    def _batch_holds_sequences(self) -> Self:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but max_num_seqs is {self.max_num_seqs}, "
+                "and each sequence has a token in a step: raise the first, or lower the second."
+            )
+        return self
 
 
 class CheckpointSection(FrozenModel):
     every_steps: int = Field(10, ge=0)
-    """0 saves only at the end."""
+    """Steps between checkpoints. 0: save only at the end."""
     keep_last: int = Field(2, ge=1)
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Further ones that stay because `best_metric` was highest when they were saved."""
+    """Number of further checkpoints to keep: those with the highest `best_metric` at their step."""
     best_metric: str = "reward/mean"
-    """A metric of the step, e.g. eval/reward/mean; the highest is the best. Steps without it have no score. A name that
-    no step has ends the run after the first one, when keep_best is not 0."""
+    """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without it have no score. If
+    keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
-    """hf_model adds a Hugging Face folder to each checkpoint. Without model and optimizer a run can't be resumed."""
+    """Parts of a checkpoint. hf_model adds a Hugging Face folder. Without model and optimizer a run can't be
+    resumed."""
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written: the weights are copied to host memory first."""
+    """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
 
 class EvalSection(FrozenModel):
     tasks: tuple[str, ...] = ()
-    """Tasks that evaluation takes in place of those of training, e.g. the same with another wording."""
+    """Tasks to evaluate in place of the training tasks, e.g. the same tasks in other words."""
     every_steps: int = Field(0, ge=0)
-    """Evaluate during training after every so many steps and after the last one, as metrics `eval/*`. Nothing of it is
-    trained on, and it changes nothing that is. 0 never evaluates."""
+    """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
+    affect training. 0: never evaluate."""
     before_training: bool = False
-    """Evaluate the model a run starts from too, as step 0; with a warm-up also before that, as its step 0."""
+    """Also evaluate the model that training starts from, as step 0; with a warm-up, also before it, as the warm-up's
+    step 0."""
     samples_per_task: int = Field(16, ge=1)
-    """Completions per task or data row: pass@k is given for k = 1, 2, 4, … up to this."""
+    """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)
-    """0 is greedy."""
+    """Sampling temperature of evaluations; 0 is greedy."""
 
 
 class ClusterSection(FrozenModel):
     address: str = ""
-    """Ray address to attach to. Empty: RAY_ADDRESS, else a Ray already running here, else one of our own."""
+    """Address of a Ray cluster to attach to. Empty: RAY_ADDRESS, else a Ray that runs on this machine, else a new
+    one."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto takes GPUs if the cluster has any."""
+    """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
-    """split: servers and learners have GPUs of their own. colocated: they share all of them, and the servers sleep
-    while the learners train; synchronous only. Without GPUs there is no difference."""
+    """split: servers and learners have separate GPUs. colocated: they share all GPUs, and servers sleep while learners
+    train; only for synchronous runs. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs this run may use; None asks the cluster. Given, the arithmetic is checked before anything starts."""
+    """GPUs that this run may use, checked before anything starts. None: ask the cluster."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
-    """Seconds to wait until the cluster has the GPUs this run needs; 0 refuses at once. For clusters whose workers come
-    after the head, or that scale themselves."""
+    """Seconds to wait until the cluster has the GPUs this run needs; 0 refuses at once. For clusters that autoscale or
+    whose workers join after the head."""
     object_store_mib: int = Field(1024, ge=100)
-    """Object store of a Ray that we start. It holds two copies of the weights and the groups in flight."""
+    """Size of the object store of a Ray that the run starts. It holds two copies of the weights and the groups in
+    flight."""
     dashboard: bool = True
-    """In a Ray that we start: Ray's dashboard, a process that takes memory and a core's seconds."""
+    """Start Ray's dashboard if the run starts Ray. The dashboard takes some memory and CPU time."""
     log_to_driver: bool = False
-    """Show what the actors print. It is in Ray's logs and the dashboard anyway."""
+    """Show the actors' output in the driver's. It is always in Ray's logs and the dashboard."""
     start_timeout_s: float = Field(120.0, gt=0)
     """Deadline for placing each actor."""
 
 
 class RecoverySection(FrozenModel):
     max_restarts: int = Field(3, ge=0)
-    """Times that each process is started again within a run, learners together; one more ends the run. 0: never."""
+    """Restarts allowed per process in a run (learners count together); one more failure ends the run. 0: never
+    restart."""
     ping_every_s: float = Field(2.0, gt=0)
-    """How often each process is asked whether it works."""
+    """Seconds between health checks of each process."""
     ping_timeout_s: float = Field(60.0, gt=0)
-    """A process that does not answer for this long hangs and is replaced. Far above what a healthy process on a busy
-    machine needs; one that is being started has server.start_timeout_s instead."""
+    """A process that doesn't answer for this long counts as hanging and is replaced. Keep it far above the pauses of a
+    healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
-    """A server that answers, but samples no token for this long although it has requests, is replaced. Below
-    server.request_timeout_s, past which requests fail. Requests that start together wait half of it for each other."""
+    """A server that has requests but samples no token for this long is replaced. Keep it below
+    server.request_timeout_s, after which requests fail. Requests that start together wait for each other for half of
+    this time."""
     stall_report_s: float = Field(600.0, gt=0)
-    """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
+    """If no group and no phase of a step finishes for this long, report which process waits for what."""
     stall_stop_s: float = Field(3600.0, gt=0)
-    """When nothing was finished for this long, write the stacks of all processes, save what is whole, and stop. Longer
-    than the slowest honest step."""
+    """If no group and no phase of a step finishes for this long, write the stacks of all processes, save all
+    complete work, and stop. Keep it longer than the slowest healthy step."""
 
 
 class TrackingSection(FrozenModel):
     trackers: tuple[str, ...] = ("console", "jsonl")
-    """Where each step's metrics go: console, jsonl, tensorboard, mlflow, wandb, or plug-ins (docs/plugins.md). One that
-    fails is told once and counted in `tracking/failed`; training goes on."""
+    """Trackers that each step's metrics go to: console, jsonl, tensorboard, mlflow, wandb, or plug-ins
+    (docs/plugins.md). A failing tracker is reported once and counted in `tracking/failed`; training continues."""
     project: str = Field("rayapp", min_length=1)
-    """MLflow experiment and W&B project."""
+    """Name of the MLflow experiment and of the W&B project."""
     mlflow_uri: str = ""
     """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the rollouts that MLflow, where it is a tracker, gets as traces: turns, generations, tool calls and
-    sandboxes with their texts. One takes about 15 ms, beside the training."""
+    """Share of the rollouts that are sent to MLflow as traces, if it is a tracker: turns, generations, tool calls and
+    sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
     trajectories: bool = True
     """Write trajectories/step=NNNNNN.parquet."""
     log_format: Literal["text", "json"] = "text"
-    """json: every process logs an object per line, with the ids of run, step, group, actor and task."""
+    """Format of logs. json: every process logs one object per line, with the ids of run, step, group, actor and
+    task."""
 
     @field_validator("trackers", mode="after")
     @classmethod
@@ -255,5 +301,5 @@ class TrackingSection(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _list_means_trackers(cls, values: Any) -> Any:
-        """`tracking: [console, mlflow]` in a file is short for `tracking: {trackers: [console, mlflow]}`."""
+        """Read `tracking: [console, mlflow]`, which is short for `tracking: {trackers: [console, mlflow]}`."""
         return {"trackers": values} if isinstance(values, list | tuple) else values

@@ -1,13 +1,13 @@
 """Running coroutines: signals that clean up first, work that a cancellation must not cut, several at once.
 
 run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel it, and its cleanup runs
-when_stopped             who is told at once that it was stopped
+when_stopped             register a callback that runs at once when a signal comes
 finish_then_cancel       work that must not be left half done; a second cancellation ends it
 finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
-end_process_after        the last way out, when cleanup hangs
-together                 the same work for many items; the first failure ends the others
-side_by_side             the results of several coroutines; likewise
-as_they_end              results in batches: all that finished since the last one
+end_process_after        the last resort, if cleanup hangs
+together                 the same work for many items; the first failure cancels the others
+side_by_side             the results of several coroutines; the first failure cancels the others
+as_they_end              results in batches: all that finished since the last batch
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STDERR = 2
 
 
 def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, with SIGTERM handled as Ctrl-C is. Signals come to the main thread; work in another one is stopped
-    by its `Stopper`.
+    """Run a coroutine as `asyncio.run` does, with SIGTERM handled like Ctrl-C. Signals reach only the main thread; work
+    in another thread is stopped by its `Stopper`.
 
     Raises:
-        KeyboardInterrupt: on either, after the coroutine's cleanup has run.
+        KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -87,9 +87,9 @@ def _stopped_by(
 
 
 def when_stopped(tell: OnStop) -> None:
-    """Call `tell` in the event loop when Ctrl-C or SIGTERM is noticed, before what it stops has been cleaned up.
+    """Call `tell` in the event loop when Ctrl-C or SIGTERM comes, before the stopped work cleans up.
 
-    Of what `run_until_done` runs; without it nobody is told.
+    Works only inside `run_until_done`; elsewhere `tell` is never called.
     """
     if (told := _on_stop.get(None)) is not None:
         told.append(tell)
@@ -146,10 +146,11 @@ def is_stopping() -> bool:
 
 
 async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run cleanup to its end however often it is interrupted; it has deadlines of its own. A cancellation comes after.
+    """Run cleanup to its end however often it is cancelled, and then raise the cancellation. The cleanup must have its
+    own deadlines.
 
-    With `asyncio.shield` alone a second signal would let the caller go on, close the connection to Ray and end the
-    actors before they gave back what they hold.
+    With `asyncio.shield` alone, a second signal would let the caller continue, close the connection to Ray and end the
+    actors before they return their resources.
     """
     task = asyncio.ensure_future(coroutine)
     cancelled: asyncio.CancelledError | None = None
@@ -164,24 +165,50 @@ async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with exit code 1 after so many seconds, whatever it does then: the last way out.
+    """End this process with exit code 1 after this many seconds, whatever it does then: the last resort.
 
-    The stacks of its threads go to stderr. It works when the event loop is blocked, when cleanup waits for ever, and
-    when a thread that hangs on a disk keeps the interpreter from ending. One clock per process: each call sets it anew.
+    The stacks of its threads go to stderr. This works even if the event loop is blocked, cleanup waits forever, or a
+    thread that hangs on a disk keeps the interpreter from exiting. There is one timer per process: each call resets it.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
 
 def let_process_live() -> None:
-    """Stop the clock of `end_process_after`."""
+    """Cancel the timer of `end_process_after`."""
     faulthandler.cancel_dump_traceback_later()
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return the error, with SystemExit and the like, which would end an event loop, turned into a RuntimeError."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseException], Exception] = as_exception) -> T:
+    """Await code of a user or a plug-in, which may raise anything.
+
+    Args:
+        begin: starts the code; errors that it raises are handled too.
+        named: maps the raised error (also SystemExit, or a cancellation by the code itself) to the error to raise here.
+    """
+    try:
+        return await begin()
+    except asyncio.CancelledError as error:
+        if is_stopping():
+            raise
+        raise named(error) from error
+    except (GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # boundary: foreign code raises what it likes
+        if (raised := named(error)) is error:
+            raise
+        raise raised from error
 
 
 async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *, at_once: int | None = None) -> None:
     """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
 
     Args:
-        at_once: most items in work at the same time; None leaves that to `work`.
+        at_once: most items in work at the same time; None: no limit.
     """
     slots = asyncio.Semaphore(at_once) if at_once else None
 
@@ -193,7 +220,7 @@ async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in their order; the first error ends the others and comes out as itself."""
+    """Return the results of all coroutines in order. The first error cancels the others and is raised as itself."""
     with one_error():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(each) for each in work]
@@ -201,9 +228,9 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:
-    """Yields results in batches: all that finished since the last one, as (position, result or error).
+    """Yield results in batches: all that finished since the last batch, as (position, result or error).
 
-    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can be pickled.
+    Closing the iterator cancels the remaining coroutines. Foreign errors become RayappErrors, which can be pickled.
     """
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)

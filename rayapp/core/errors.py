@@ -24,20 +24,21 @@
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
     │   ├── ProcessUnavailableError     it is being started again
     │   └── LearnersLostError           a learner is gone, and with it the step of all of them
-    ├── StalledError                    nothing was finished for too long, though every process answers
+    ├── StalledError                    nothing finished for too long, though every process answers
     ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
+    ├── GroupFailedError                one group of trajectories can't be made: the step goes on without it
     ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
-    │   └── CheckpointDamagedError      what was read are no weights: another checkpoint may do
+    │   └── CheckpointDamagedError      the contents are no valid weights: use another checkpoint
     ├── StorageError                    object storage or a disk can't do what was asked
     │   ├── StorageUnreachableError     no answer after every retry, or the server fails
     │   ├── StorageNotFoundError        there is no such object or file
-    │   ├── StorageExistsError          a conditional create lost: somebody else made it first
-    │   ├── StorageTakenError           another process has taken the folder over: nothing is written there any more
-    │   ├── StorageCorruptError         what was read is not what was written
+    │   ├── StorageExistsError          a conditional create lost: another writer was first
+    │   ├── StorageTakenError           another process has taken the folder over: this one must not write there
+    │   ├── StorageCorruptError         the bytes read are not the bytes written
     │   ├── StorageFullError            the disk or the quota is full
-    │   ├── StorageIncompleteError      a run ended, and not all of it is uploaded: the message says how to go on
+    │   ├── StorageIncompleteError      a run ended before all its files were uploaded: the message says how to go on
     │   └── StorageConfigError          retrying can't help (also a UserError)
     │       ├── StorageBucketError      the bucket doesn't exist
     │       ├── StoragePermissionError  these credentials may not do this
@@ -63,7 +64,7 @@ class UserError(RayappError):
 
 
 class KindError(RayappError):
-    """An error that is counted by its kind, a short word."""
+    """An error that metrics count by its kind, a short word."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -86,7 +87,7 @@ class RunFolderError(UserError):
 
 
 class SandboxError(RayappError):
-    """The sandbox failed. Never raised because of what the code in it did."""
+    """The sandbox failed. Never raised for anything that the code in it did."""
 
 
 class SandboxUnavailableError(SandboxError):
@@ -103,7 +104,7 @@ class SandboxRateLimitError(SandboxUnavailableError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Seconds the provider asked for; None when it did not say."""
+        """Seconds to wait, as the provider asked; None if it gave none."""
 
     def __reduce__(self) -> tuple[type[SandboxRateLimitError], tuple[str, float | None]]:
         return type(self), (str(self), self.retry_after_s)
@@ -114,7 +115,7 @@ class SandboxGoneError(SandboxError):
 
 
 class SandboxDeadlineError(SandboxError, TimeoutError):
-    """The provider did not answer within our deadline; the sandbox's state is unknown, so it is thrown away."""
+    """The provider did not answer within our deadline; the sandbox's state is unknown, so it is discarded."""
 
 
 class SandboxProtocolError(SandboxError):
@@ -141,8 +142,12 @@ class StaleVersionError(EngineError):
     """A server holds another policy version than the caller requires."""
 
 
+class GroupFailedError(RayappError):
+    """One group of trajectories failed as a whole although every process works; other groups may succeed."""
+
+
 class WeightSyncError(RayappError):
-    """New weights did not reach a server whole; that server must not serve."""
+    """New weights did not reach a server completely; that server must not serve."""
 
 
 class ToolUnavailableError(RayappError):
@@ -162,19 +167,19 @@ class ProcessUnavailableError(ProcessDiedError):
 
 
 class LearnersLostError(ProcessDiedError):
-    """A learner is gone or hangs. What the others hold is of no use without it: all start again."""
+    """A learner is gone or hangs. The state of the others is useless without it: all are restarted."""
 
 
 class ObjectsLostError(RayappError):
-    """What a call needs was in the object store of a node that is gone."""
+    """Objects that a call needs were in the object store of a node that is gone."""
 
 
 class StalledError(RayappError):
-    """Nothing was finished for too long, though every process answers. The message says who waits for what."""
+    """Nothing finished for too long, though every process answers. The message says which process waits for what."""
 
 
 class RestartsUsedUpError(RayappError):
-    """A process died more often than it may be started again."""
+    """A process died more often than it may be restarted."""
 
 
 class DeadlineError(RayappError, TimeoutError):
@@ -186,7 +191,7 @@ class CheckpointError(RayappError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint was read whole, and holds what no training leaves behind. One from before may be good."""
+    """A checkpoint could be read but holds contents that no training writes. An earlier one may be good."""
 
 
 class StorageError(RayappError):
@@ -206,11 +211,11 @@ class StorageExistsError(StorageError):
 
 
 class StorageTakenError(StorageError):
-    """Another process has taken the folder over. Whoever gets this writes nothing there any more."""
+    """Another process has taken the folder over. The process that gets this error must not write there again."""
 
 
 class StorageCorruptError(StorageError):
-    """What was read is not what was written: checksum or length differ."""
+    """The bytes read are not the bytes written: checksum or length differ."""
 
 
 class StorageFullError(StorageError):
@@ -218,7 +223,7 @@ class StorageFullError(StorageError):
 
 
 class StorageIncompleteError(StorageError):
-    """A run has ended and some of its files are on this machine only. The message names them and what finishes it."""
+    """A run has ended and some of its files are only on this machine. The message names them and the way out."""
 
 
 class StorageConfigError(StorageError, UserError):
@@ -230,7 +235,7 @@ class StorageBucketError(StorageConfigError):
 
 
 class StoragePermissionError(StorageConfigError):
-    """The credentials are good, but may not do this."""
+    """The credentials are valid but don't permit this."""
 
 
 class StorageCredentialsError(StorageConfigError):
@@ -238,7 +243,7 @@ class StorageCredentialsError(StorageConfigError):
 
 
 class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
-    """Raised by a program's `on_step`: the step is saved, the model exported, and the run has ended."""
+    """Raised by a program's `on_step` to end the run: the step is saved and the model exported."""
 
 
 class TrainingAbortedError(RayappError):
@@ -247,7 +252,7 @@ class TrainingAbortedError(RayappError):
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """The first error of a group that leaves the block, in the group's place."""
+    """Context manager that replaces an exception group from its block with the group's first error."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -255,12 +260,12 @@ def one_error() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; its type where it says nothing."""
+    """Return the first line of an error's message, or its type's name if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error inside nested groups: concurrent tasks that fail with it say the same or follow from it."""
+    """Return the first error inside nested groups; the other tasks' errors are alike or follow from it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -273,4 +278,4 @@ WRONG_TOKEN = (
 
 
 class UnusableWorkError(Exception):
-    """What an agent has in its workspace can't be handed in; says why, to the agent, who may mend it."""
+    """The workspace of an agent can't be submitted. The message tells the agent why, so that it can mend it."""

@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all, locks, and what the operating system says about them as our errors.
+"""Atomic file writes, locks, OSErrors as errors of this application, and storage locations.
 
-aside, write_text, put_in_place          whole or not at all; errors are OSErrors
-explain_full_disk, explain_unwritable    an OSError in a run folder, as one message with the way out
-storage_errors, stored                   the same for storage: an OSError as a StorageError
+aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
+explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
+storage_errors, stored                   turn an OSError into a StorageError
 locked                                   one process at a time
-json_lines                               what users write: a JSON value a line
+json_lines                               read JSON lines that users write
+Location                                 `s3://bucket/prefix`, `file:///folder` or a plain path, parsed and checked
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import (
     InputError,
     RunFolderError,
+    StorageConfigError,
     StorageError,
     StorageExistsError,
     StorageFullError,
@@ -37,10 +41,10 @@ _ASIDE = ".tmp-"
 
 @contextmanager
 def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[None]:
-    """Turn a full disk into one message.
+    """Turn the error of a full disk into one message.
 
     Args:
-        safe: asked when it is full; a sentence that says from where the next start goes on.
+        safe: called if the disk is full; returns a sentence that says where the next start continues.
     Raises:
         StorageFullError: the disk or the quota is full.
     """
@@ -57,10 +61,10 @@ def explain_full_disk(path: Path, safe: Callable[[], str] = str) -> Iterator[Non
 
 @contextmanager
 def explain_unwritable(path: Path) -> Iterator[None]:
-    """Turn a folder that this user may not write into one message.
+    """Turn the error of a folder that this user may not write to into one message.
 
     Raises:
-        RunFolderError: it belongs to somebody else, or lies on a disk that is mounted read-only.
+        RunFolderError: the folder belongs to another user, or its disk is mounted read-only.
     """
     try:
         yield
@@ -81,30 +85,36 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """A name beside `path` to write to: it becomes `path`, on disk, if the block succeeds, and goes if it fails.
+    """Yield a temporary file beside `path` to write to. It becomes `path`, synced to disk, if the block succeeds, and
+    is deleted if the block fails.
 
     Raises:
-        FileExistsError: `if_absent`, and `path` is there at the end of the block.
+        FileExistsError: `if_absent` is set, and `path` exists at the end of the block.
     """
-    # Unique, since two threads may replace the same file; ends as `path` does, since some writers choose by the ending.
+    # Unique, as two threads may replace the same file; with the suffix of `path`, as some writers choose by it.
     temporary = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}-{path.name[-100:]}")
     try:
         yield temporary
         fsync(temporary)
-        # A link fails where the name is taken, atomically; a rename would replace it.
+        # A link fails atomically if the name is taken; a rename would replace the file.
         (os.link if if_absent else os.replace)(temporary, path)
-        fsync(path.parent)  # without it a crash of the machine can take the rename back
+        fsync(path.parent)  # otherwise a crash of the machine can undo the rename
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def readable_as_its_folder(file: Path) -> None:
+    """Give a file its folder's permissions: safetensors makes files that only their owner can read."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def is_aside(name: str) -> bool:
-    """True for the names under which files are written before they are whole."""
+    """Return True for names of temporary files, which may be incomplete."""
     return name.startswith(_ASIDE)
 
 
 def put_in_place(pending: Path, target: Path) -> None:
-    """Make a folder that was written aside `target`, on disk. What is at `target` now is deleted."""
+    """Rename a completely written folder to `target` and sync it to disk. A folder at `target` is deleted first."""
     for path in (*pending.rglob("*"), pending):
         fsync(path)
     remove_tree(target)
@@ -113,9 +123,9 @@ def put_in_place(pending: Path, target: Path) -> None:
 
 
 def remove_pending(folder: Path) -> None:
-    """Delete what writers that were killed have left in a folder; nobody else may be writing there.
+    """Delete the temporary files that killed writers left in a folder. No other process may be writing there.
 
-    Checkpoints are `.pending-*`. Files of older versions are too, or `.metrics.jsonl.pending`.
+    Checkpoints in progress are named `.pending-*`; files of older versions also `.metrics.jsonl.pending`.
     """
     for path in (*folder.glob(f"{_ASIDE}*"), *folder.glob(".pending-*"), *folder.glob(".*.pending*")):
         if path.is_dir():
@@ -125,12 +135,12 @@ def remove_pending(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder, also while others may be adding to it or deleting it: what they add at that moment may stay."""
+    """Delete a folder, also while other processes add files or delete it. Files added at that moment may remain."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:
-    """Have the disk hold what a file or folder contains now."""
+    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,11 +150,11 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """As `aside`; makes the folders above `path`.
+    """Yield a temporary file as `aside` does, after making the folders above `path`.
 
     Raises:
-        StorageExistsError: `if_absent`, and `path` is there at the end of the block.
-        StorageError: the operating system refused something.
+        StorageExistsError: `if_absent` is set, and `path` exists at the end of the block.
+        StorageError: the operating system refused an operation.
     """
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +164,7 @@ def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into one of ours."""
+    """Turn an OSError of the block into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -176,10 +186,10 @@ def _translate(error: OSError, path: Path) -> StorageError:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file for the length of the block; it dies with its process.
+    """Hold a lock file for the length of the block. The lock ends with the process.
 
     Raises:
-        RunFolderError: another process holds it.
+        RunFolderError: another process holds the lock.
     """
     with path.open("a+") as file:
         try:
@@ -198,11 +208,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
-    """Values with the number of their line, from 1 on; empty lines are left out.
+    """Yield (line number from 1, value) of each line; empty lines are skipped.
 
     Args:
-        lines: a file, or `text.split("\\n")`; not `splitlines`, which also breaks at U+2028 inside of a text.
-        file: for messages.
+        lines: a file, or `text.split("\\n")`; not `splitlines`, which also breaks at U+2028 within a text.
+        file: name of the file, for messages.
     Raises:
         InputError: a line is no JSON.
     """
@@ -214,3 +224,70 @@ def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
         except ValueError as error:
             raise InputError(f"{file}, line {number} is no JSON: {error}") from None
         yield number, value
+
+
+# Bucket names that S3, OSS and MinIO all accept; a dot is legal, but breaks TLS with virtual-hosted names.
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Location of a folder or object, remote or local.
+
+    Example: `Location.parse("s3://models/run1")` is `Location(bucket="models", key="run1")`; local: no bucket.
+    """
+
+    key: str
+    """Key inside the bucket without a slash at either end, or a local path."""
+    bucket: str = ""
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self.bucket)
+
+    @classmethod
+    def parse(cls, uri: str) -> Location:
+        """Parse a URI or path.
+
+        Raises:
+            StorageConfigError: the scheme is unknown, or the bucket is missing or its name invalid.
+        """
+        scheme = _SCHEME.match(uri)
+        if scheme is None or scheme.group(1).lower() == "file":
+            path = uri[len("file://") :] if scheme else uri
+            if not path:
+                raise StorageConfigError("a storage location is empty; give a folder or s3://bucket/prefix")
+            return cls(key=path)
+        if scheme.group(1) != "s3":
+            raise StorageConfigError(
+                f"{uri!r}: only s3://bucket/prefix and local paths are supported. "
+                "OSS and MinIO speak S3 too: write s3:// and set RAYAPP_S3_PRESET (see docs/data.md)."
+            )
+        bucket, _, key = uri[len("s3://") :].partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StorageConfigError(
+                f"{uri!r}: {bucket!r} is no bucket name: 3 to 63 lower-case letters, digits and hyphens"
+            )
+        return cls(bucket=bucket, key=key.strip("/"))
+
+    def join(self, key: str) -> Location:
+        """Return the location of `key` below this folder."""
+        if self.is_remote:
+            return Location(bucket=self.bucket, key=f"{self.key}/{key}".strip("/"))
+        return Location(key=str(Path(self.key) / key))
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}" if self.is_remote else self.key
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it names an object below a folder: relative, no `..`, no empty part.
+
+    Raises:
+        StorageConfigError: it would leave the folder, or mean different objects on disk and on S3.
+    """
+    parts = key.split("/")
+    if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
+        raise StorageConfigError(f"{key!r} is no key: give names joined by single slashes, without . and ..")
+    return key

@@ -1,11 +1,14 @@
-"""Log lines that say which run, step and group they are about; as JSON where `tracking.log_format` says so.
+"""Set up log lines with the ids of run, step and group, as text or JSON, and make foreign text safe to print.
 
     driver: start_logs -> ray.init(logging_config=…) -> hand_over      actors: label_logs in their constructors
-                                                                       everyone: with about(step=3, group=12): …
+                                                                       all code: with about(step=3, group=12): …
 
-From `ray.init` on the lines are Ray's, with the ids of job, node, actor and task; before it they are written here. Ids
-travel in a context variable, so a line that a library or `rayapp.sandbox` logs carries them too. It never logs anything
-itself.
+From `ray.init` on, Ray writes the lines, with the ids of job, node, actor and task; before it, this module does. Ids
+are in a context variable, so that lines logged by a library or by `rayapp.sandbox` carry them too.
+
+Foreign text comes from a model, a tool, a data row, a sandbox or a service. A terminal obeys control characters: such
+text could clear the screen, rewrite lines above it, retitle the window, or put a command on the clipboard. All code
+that prints foreign text prints `visible(text)`, except in JSON, as `json.dumps` escapes these characters.
 """
 
 from __future__ import annotations
@@ -13,20 +16,76 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
 
-from rayapp.core.terminal import make_logs_visible
+_COLOUR = r"\x1b\[[0-9;]*m"
+# C0 and C1 controls except newline and tab; marks that reorder text or end a line; surrogates, which can't be encoded.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_COLOUR_OR_CONTROL = re.compile(f"{_COLOUR}|{_CONTROL.pattern}")
+
+
+def visible(text: str, *, keeps_colours: bool = False) -> str:
+    r"""Return `text` with control characters as Python's escapes; newlines and tabs stay. Idempotent.
+
+    Args:
+        keeps_colours: keep complete colour sequences, for a job's log, which Ray colours.
+
+    Example: an escape character becomes `\x1b`, the mark U+202E becomes `\u202e`.
+    """
+    return (_COLOUR_OR_CONTROL if keeps_colours else _CONTROL).sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    text = found.group()
+    return text if len(text) > 1 else text.encode("unicode_escape").decode()
+
+
+class _VisibleRecord(logging.LogRecord):
+    """A log record whose message and traceback have no control characters, whichever handler writes it."""
+
+    def getMessage(self) -> str:  # noqa: N802 - logging's name
+        return visible(super().getMessage())
+
+
+def make_logs_visible() -> None:
+    """Apply `visible` to all log lines of this process from now on, also those of libraries. Idempotent."""
+    make = logging.getLogRecordFactory()
+    if getattr(make, "is_visible", False):
+        return
+
+    def make_visible(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        # Wrap the existing factory, which may be Ray's (it records the time), and change the class of its record.
+        record.__class__ = _VisibleRecord
+        if record.exc_info:
+            # Formatters use exc_text if it is set.
+            record.exc_text = visible(logging.Formatter().formatException(record.exc_info))
+        return record
+
+    make_visible.is_visible = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_visible)
+
+
+def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback safely (for `sys.excepthook`): an error's message may quote a model's text."""
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
+
 
 FIELDS = ("run", "step", "group")
-"""Ids on each JSON line, where they are known. A group's `step` is the one whose weights it was begun for."""
+"""Ids on each JSON line, if known. A group's `step` is the step that it was started for."""
 _ids: ContextVar[Mapping[str, int]] = ContextVar("what log lines are about", default={})  # noqa: B039 - never written to
 
 
 @contextmanager
 def about(**ids: int) -> Iterator[None]:
-    """Lines logged within the block, by this thread or task and tasks made there, carry these ids (of `FIELDS`)."""
+    """Add these ids (of `FIELDS`) to lines logged within the block, by this thread or task and by tasks made there."""
     token = _ids.set({**_ids.get(), **ids})
     try:
         yield
@@ -35,9 +94,9 @@ def about(**ids: int) -> Iterator[None]:
 
 
 class Labels(logging.Filter):
-    """Puts run, step and group on each record that passes a handler. What the caller gave as `extra` stays.
+    """Handler filter that adds run, step and group to each record, except fields that the caller gave as `extra`.
 
-    A filter of handlers and not a record factory: `logging` raises KeyError for an `extra` that a factory set already.
+    It is no record factory: `logging` raises KeyError for an `extra` that a factory has set.
     """
 
     def __init__(self, run_name: str) -> None:
@@ -50,8 +109,47 @@ class Labels(logging.Filter):
         return True
 
 
+class _Faults(logging.FileHandler):
+    """Writes errors with their tracebacks to a file, which is created with the first error."""
+
+    def __init__(self, file: Path, note: Callable[[str], None]) -> None:
+        super().__init__(file, delay=True)
+        self.setLevel(logging.ERROR)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+        self._note: Callable[[str], None] | None = note
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Write errors to the file and drop them, so that console handlers don't get them."""
+        if record.levelno < self.level:
+            return True
+        self.emit(record)
+        if self._note is not None:
+            self._note(f"tracebacks of what was lost are in {self.baseFilename}")
+            self._note = None
+        return False
+
+
+@contextmanager
+def tracebacks_in(file: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, write errors of abandoned calls to a file: after the loss of a process they fill pages.
+
+    Args:
+        note: called once, with a message that names the file.
+    """
+    faults = _Faults(file, note)
+    loggers = [logging.getLogger(name) for name in ("asyncio", "ray._private.worker")]
+    for logger in loggers:
+        logger.addFilter(faults)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(faults)
+        faults.close()
+
+
 class JsonLines(logging.Formatter):
-    """A JSON object per line, with the keys that Ray's own JSON lines have."""
+    """Formatter that writes one JSON object per line, with the keys of Ray's own JSON lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -69,8 +167,8 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs(run_name: str, log_format: str) -> None:
-    """Set up the driver's logs, before anything is logged. With `text` the command line's lines stay. Idempotent."""
-    # transformers writes its advice to stderr, in the middle of a run's lines; what is wrong it raises.
+    """Set up the driver's logs before anything is logged. `text` keeps the handler of the command line. Idempotent."""
+    # transformers prints advice to stderr between a run's lines; real errors are raised.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if log_format == "text":
@@ -86,14 +184,15 @@ def start_logs(run_name: str, log_format: str) -> None:
 
 
 def hand_over() -> None:
-    """Stop writing lines in the driver once Ray writes them: else each would be there twice. Idempotent."""
+    """Stop writing lines in the driver once Ray writes them; otherwise each would appear twice. Idempotent."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, JsonLines)]:
         root.removeHandler(handler)
 
 
 def label_logs(run_name: str) -> None:
-    """Put the ids on all that this process's root logger writes, and make it visible. In every process. Idempotent."""
+    """Add the ids to all lines of this process's root logger, and make them visible. Called in every process.
+    Idempotent."""
     make_logs_visible()
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:

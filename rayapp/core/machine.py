@@ -1,32 +1,34 @@
-"""What a process takes of its machine: memory, cores to compute on, a network interface.
+"""Machine resources of a process: memory, cores, network interface.
 
-glibc can keep freed memory or give it back to the system; elsewhere the functions here do nothing. The two processes
-that allocate much want opposite things of it: a learner on CPU keeps it for the next step, the driver gives it back
-after each.
+glibc can keep freed memory or return it to the system; with other C libraries those functions do nothing. A learner on
+CPU keeps freed memory for the next step; the driver returns it after each step.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915
-"""Of ioctl, from sockios.h: an interface's IPv4 address."""
+"""Request of ioctl (sockios.h) for an interface's IPv4 address."""
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_WEIGHTS_PER_THREAD, _FEW_THREADS = 32 << 20, 4
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Options of glibc's mallopt, from malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Reuse what was freed instead of giving it back to the system.
+    """Make glibc reuse freed memory instead of returning it to the system.
 
-    A step frees and allocates gigabytes of activations; each page given back is zeroed and mapped again, which took a
-    tenth of the step's CPU time (measured: 1.2 s of 11 s, 783000 page faults, against 0.03 s and 7000). The price is
-    pieces that nothing fits into: up to as much again as is in use.
+    A step frees and allocates gigabytes of activations. Each page that is returned must be zeroed and mapped again,
+    which took a tenth of the step's CPU time (measured: 1.2 s of 11 s, 783000 page faults, against 0.03 s and 7000).
+    The price is fragmentation: up to as much memory again as is in use.
     """
     set_option = _function("mallopt")
     if set_option is not None:
@@ -35,10 +37,10 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system.
+    """Return freed memory to the system.
 
-    glibc keeps what each thread freed in a pool of its thread. Ray's threads allocate every answer, so a driver that
-    holds nothing grows by the bytes of a step's groups with every step, for hundreds of steps.
+    glibc keeps freed memory in a pool per thread. Ray's threads allocate every reply, so that without this the driver
+    would grow by the bytes of a step's groups in every step, for hundreds of steps.
     """
     trim = _function("malloc_trim")
     if trim is not None:
@@ -46,13 +48,14 @@ def trim_heap() -> None:
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """The C library's function of that name, if it has one."""
+    """Return the C library's function of this name; None if it has none."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 
 
 def available_memory() -> int:
-    """Bytes that a new process can have: what the machine, or the cgroup of this container (v2, v1), leaves."""
+    """Return the bytes that a new process can allocate: free memory of the machine, or of this container's cgroup (v2,
+    v1) if that is less."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     root, old = Path("/sys/fs/cgroup"), "memory/memory"
@@ -62,30 +65,71 @@ def available_memory() -> int:
     return free
 
 
-def share_of_cores(num_processes: int, *, is_synchronous: bool) -> int:
-    """Threads for each of so many processes of a kind.
+def num_cores() -> int:
+    """Return the cores that this process may use: its affinity, or its container's quota (cgroup v2, v1), rounded down.
 
-    A synchronous run has either its servers or its learners at work: each kind gets all cores. Above staleness 0 both
-    are, and with all cores for both they wait for each other in every operator.
+    With more threads than the quota, the kernel pauses them in each period, also those that others wait for.
     """
-    cores = len(os.sched_getaffinity(0))
+    quotas = [_quota(folder) for folder in _own_cgroups()]
+    return max(1, int(min(len(os.sched_getaffinity(0)), *quotas, math.inf)))
+
+
+def _own_cgroups() -> Iterator[Path]:
+    """Yield the folder of each cgroup that limits this process's CPU time; it may not exist here."""
+    for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            own = CGROUPS / controllers / path.lstrip("/")
+            # In a container the path may be the host's; then the root folder is the container's own cgroup.
+            yield from (own, *(parent for parent in own.parents if parent.is_relative_to(CGROUPS / controllers)))
+
+
+def _quota(cgroup: Path) -> float:
+    """Return the cores that a cgroup may use; infinite without a quota."""
+    new, old = cgroup / "cpu.max", cgroup / "cpu.cfs_quota_us"
+    if new.exists():
+        quota, period = new.read_text().split()
+    elif old.exists():
+        quota, period = old.read_text(), (cgroup / "cpu.cfs_period_us").read_text()
+    else:
+        return math.inf
+    return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf
+
+
+def share_of_cores(num_processes: int, *, is_synchronous: bool, model: str = "") -> int:
+    """Return the number of threads for each process of a kind.
+
+    In a synchronous run either servers or learners compute, so each kind gets all cores. Above staleness 0 both compute
+    at once and each kind gets half: with all cores for both, threads would wait for each other in every operator.
+
+    Args:
+        num_processes: number of processes of this kind.
+        model: folder of the model. Its weights bound the threads: one per `_WEIGHTS_PER_THREAD` bytes, at least
+            `_FEW_THREADS`. Threads with less work would wait for each other longer than they compute.
+    """
+    cores = num_cores()
     if not is_synchronous:
         cores //= 2
-    return max(1, cores // num_processes)
+    most = max(_FEW_THREADS, _weights_bytes(Path(model)) // _WEIGHTS_PER_THREAD) if model else cores
+    return max(1, min(cores // num_processes, most))
+
+
+def _weights_bytes(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 
 def use_interface_towards(address: str) -> None:
-    """Have gloo listen where processes of other nodes reach it, unless GLOO_SOCKET_IFNAME says where.
+    """Make gloo listen on the interface that other nodes can reach, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself it takes the address of the host's name, which is 127.0.1.1 on Debian.
+    By default gloo uses the address of the host's name, which is 127.0.1.1 on Debian.
 
     Args:
-        address: of the process that all of a group find each other through.
+        address: address of the group's rendezvous process.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # of UDP: nothing is sent
+        probe.connect((address, 9))  # UDP: sends nothing
         own = probe.getsockname()[0]
         names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
     if names:
@@ -93,7 +137,7 @@ def use_interface_towards(address: str) -> None:
 
 
 def _address_of(interface: str, probe: socket.socket) -> str:
-    """IPv4 address of an interface; empty if it has none."""
+    """Return the IPv4 address of an interface; empty if it has none."""
     try:
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
     except OSError:

@@ -1,9 +1,9 @@
-"""Blocking work in a thread of its own: called from a notebook, whose event loop runs, or awaited.
+"""Run blocking work in its own thread: for calls from a notebook, where an event loop runs, or to await it.
 
-    caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or what the work raised
+    caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or the work's error
     own thread:      work() -> run_until_done(...) -> its own event loop <- cancelled by the Stopper
 
-Whoever waits goes on only when the work has ended, also when it is stopped: nothing is left running behind it.
+The caller always waits until the work has ended, also when the work is stopped, so that nothing keeps running.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Stopper:
-    """Stops work in another thread as Ctrl-C would in the main one. Safe to call from any thread."""
+    """Stops work in another thread like Ctrl-C does in the main one. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Stopper:
         self._is_asked = False
 
     def stop(self) -> None:
-        """Stop what can be stopped now, or as soon as it begins."""
+        """Stop the work now, or as soon as it can be stopped."""
         with self._lock:
             self._is_asked = True
             if self._stop is not None:
@@ -39,7 +39,7 @@ class Stopper:
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """What `stop` does for the length of the block; at once if it was asked before."""
+        """Let `Stopper.stop` call `stop` during the block; call it at once if a stop was requested before."""
         with self._lock:
             self._stop = stop
             if self._is_asked:
@@ -55,16 +55,21 @@ _stopper: ContextVar[Stopper | None] = ContextVar("stops what this thread does",
 
 
 def stopper_of_this_work() -> Stopper | None:
-    """None in work that nobody else can stop."""
+    """Return the stopper of the work in this context; None if it has none."""
     return _stopper.get()
 
 
-def in_thread(work: Callable[[], T], told: Callable[[BaseException], BaseException]) -> Future[T]:
-    """Code of a user's that may never end, in a daemon thread: it holds up neither others nor the process's exit.
+def in_thread(
+    work: Callable[[], T],
+    told: Callable[[BaseException], BaseException] = lambda error: error,
+    *,
+    name: str = "user-code",
+) -> Future[T]:
+    """Start work that may never end in a daemon thread, where it blocks neither other work nor the process's exit.
 
     Args:
-        told: from what the work raises to what the future holds; asyncio lets SystemExit end the process, and refuses
-            StopIteration.
+        told: maps the work's error to the future's error: in asyncio SystemExit would end the process, and
+            StopIteration is refused.
     """
     future = Future[T]()
 
@@ -74,20 +79,20 @@ def in_thread(work: Callable[[], T], told: Callable[[BaseException], BaseExcepti
             result = work()
         except BaseException as raised:
             error = told(raised)
-        # The caller may have given up at its deadline: then nobody waits for the answer.
+        # The caller may have cancelled the future at its deadline.
         if future.set_running_or_notify_cancel():
             future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
 
-    threading.Thread(target=run, name="user-code", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
 class _WorkStoppedError(Exception):
-    """In place of KeyboardInterrupt, which an event loop would take for its own."""
+    """Stands in for KeyboardInterrupt, which would stop the waiting event loop."""
 
 
 def works_in_loop() -> bool:
-    """True where an event loop runs in this thread, so that blocking work can't start another."""
+    """Return True if an event loop runs in this thread, so that blocking work can't start another."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -96,10 +101,10 @@ def works_in_loop() -> bool:
 
 
 def work_apart(work: Callable[[], T]) -> T:
-    """Do it in this thread if no event loop runs here, else in a thread of its own; returns when it has ended.
+    """Run the work in this thread if no event loop runs here, otherwise in its own thread; return when it has ended.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the work was stopped, and has ended.
+        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the work was stopped and has ended.
     """
     if not works_in_loop():
         return work()
@@ -108,7 +113,7 @@ def work_apart(work: Callable[[], T]) -> T:
     with _sigterm_as_ctrl_c():
         while True:
             try:
-                may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
+                may_begin.set()  # only here: a Ctrl-C outside this block would leave the work running
                 return _awake_result(result)
             except KeyboardInterrupt:
                 stopper.stop()
@@ -117,9 +122,9 @@ def work_apart(work: Callable[[], T]) -> T:
 
 
 def _awake_result(future: Future[T]) -> T:
-    """The future's result; Ctrl-C comes out of the wait for it.
+    """Wait for the future's result; Ctrl-C interrupts the wait.
 
-    Within a second where it comes in the instant before this thread sleeps: Python's locks don't wake up for it then.
+    The wait wakes up every second: Python's locks miss a Ctrl-C that comes in the instant before the thread sleeps.
     """
     while not future.done():
         wait([future], timeout=1.0)
@@ -128,7 +133,7 @@ def _awake_result(future: Future[T]) -> T:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """A notebook's server ends its kernel with SIGTERM. Where somebody answers to it already, that stays so."""
+    """Handle SIGTERM, with which a notebook's server ends its kernel, like Ctrl-C. Existing handlers are kept."""
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:
@@ -141,7 +146,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 async def work_awaited(work: Callable[[], T]) -> T:
-    """The same, awaited. A cancellation stops the work and takes effect when that has ended."""
+    """Await work in its own thread. A cancellation stops the work and is raised when the work has ended."""
     stopper, result = _begun(work)
     waiting = asyncio.wrap_future(result)
     while True:
@@ -156,7 +161,7 @@ async def work_awaited(work: Callable[[], T]) -> T:
 
 
 def awaited(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The function in a thread of its own, to be awaited; a cancellation stops it as Ctrl-C would."""
+    """Return an async version of a function, which runs in its own thread; a cancellation stops it like Ctrl-C."""
 
     @wraps(function)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -171,8 +176,8 @@ async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:
         try:
             await asyncio.wait([waiting])
         except asyncio.CancelledError:
-            stopper.stop()  # who cancels twice will not wait for a step that has begun
-    waiting.exception()  # it was stopped: what it raised is nobody's news
+            stopper.stop()  # a second cancellation doesn't wait for the current step
+    waiting.exception()  # mark the error as retrieved, so that asyncio doesn't log it
 
 
 def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> tuple[Stopper, Future[T]]:
@@ -186,7 +191,7 @@ def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> t
             result.set_result(work())
         except KeyboardInterrupt:
             result.set_exception(_WorkStoppedError())
-        except BaseException as error:  # boundary: whoever waits gets it
+        except BaseException as error:  # boundary: the caller gets it
             result.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="rayapp", daemon=True).start()
@@ -194,7 +199,7 @@ def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> t
 
 
 class LoopThread:
-    """An event loop in a thread of its own, where what blocking code uses lives; it is running when it is made."""
+    """An event loop in its own thread, for async objects that blocking code uses. It runs from construction on."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -202,7 +207,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine. Ctrl-C cancels it."""
+        """Run a coroutine in the loop and return its result. Ctrl-C cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return _awake_result(future)

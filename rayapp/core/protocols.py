@@ -1,4 +1,4 @@
-"""The protocols between the parts. A protocol is here only where two implementations exist (a fake counts)."""
+"""Protocols between the parts. Each has at least two implementations (a fake counts)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rayapp.core.types import (
     Completion,
     ExecResult,
     Prompt,
+    RequestId,
     Reward,
     SamplingParams,
     SandboxSpec,
@@ -18,13 +19,13 @@ from rayapp.core.types import (
 
 
 class Sandbox(Protocol):
-    """One isolated place where code runs. Every method has our own deadline, whatever the provider's SDK promises.
+    """One isolated place where code runs. Every method has a deadline of ours, independent of the provider's SDK.
 
-    Raises, from any method:
-        SandboxGoneError: it is dead; never use it again.
-        SandboxDeadlineError: no answer in time; its state is unknown, so kill it.
-        SandboxProtocolError: the provider answered nonsense.
-    What the code does (raise, exit, loop, flood) is never raised but returned.
+    Any method raises:
+        SandboxGoneError: the sandbox is dead; never use it again.
+        SandboxDeadlineError: no answer in time; the sandbox's state is unknown, so kill it.
+        SandboxProtocolError: the provider's answer can't be understood.
+    Failures of the code itself (raise, exit, loop, flood) are never raised but returned.
     """
 
     @property
@@ -46,11 +47,11 @@ class Sandbox(Protocol):
     ) -> CallReport:
         """Define `code`, then call `function(*args)` for each args of `inputs`, in one fresh interpreter.
 
-        The expected values never come here: the caller compares `CallResult.value` outside the sandbox.
+        Expected values are never passed in: the caller compares `CallResult.value` outside the sandbox.
 
         Args:
             inputs: plain data only (None, bool, int, float, str, list, tuple, dict, set, bytes).
-            timeout_s: time for all of it: the definition and all calls.
+            timeout_s: time limit of the definition and all calls together.
         """
         ...
 
@@ -61,7 +62,7 @@ class Sandbox(Protocol):
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None: ...
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        """Contents of a file, cut at max_bytes inside the sandbox.
+        """Return the contents of a file, cut at max_bytes inside the sandbox.
 
         Raises:
             FileNotFoundError: there is no such file in the sandbox.
@@ -69,15 +70,15 @@ class Sandbox(Protocol):
         ...
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
-        """True if it answers now. Tells *the code failed* from *the sandbox is gone*."""
+        """Return True if the sandbox answers now. Distinguishes failed code from a sandbox that is gone."""
         ...
 
     async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
-        """The provider ends the sandbox ttl_s from now, unless extended again."""
+        """Have the provider end the sandbox ttl_s from now, unless it is extended again."""
         ...
 
     async def kill(self, *, timeout_s: float = 10.0) -> None:
-        """End it and everything in it. Idempotent; killing a dead sandbox is no error."""
+        """End the sandbox and everything in it. Idempotent; killing a dead sandbox is no error."""
         ...
 
 
@@ -88,30 +89,30 @@ class SandboxProvider(Protocol):
     def name(self) -> str: ...
 
     async def create(self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float) -> Sandbox:
-        """A ready sandbox that the provider itself ends after ttl_s.
+        """Create a sandbox and return it when it is ready. The provider itself ends it after ttl_s.
 
         Raises:
-            SandboxUnavailableError: or one of its subclasses; trying again later may help.
-            SandboxConfigError: trying again can't help.
-            SandboxDeadlineError: not ready within timeout_s; a late arrival is killed by the provider object.
+            SandboxUnavailableError: or one of its subclasses; retrying later may help.
+            SandboxConfigError: retrying can't help.
+            SandboxDeadlineError: not ready within timeout_s; this object kills a sandbox that is ready later.
         """
         ...
 
     def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
-        """Ids of living sandboxes that carry all these labels."""
+        """Yield the ids of living sandboxes that carry all these labels."""
         ...
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
-        """End a sandbox known only by id (the reaper's call). Idempotent."""
+        """End a sandbox known only by its id; called by the reaper. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Release connections and helper processes; sandboxes this object created are killed. Idempotent."""
+        """Kill the sandboxes that this object created; release connections and helper processes. Idempotent."""
         ...
 
 
 class SandboxLease(Protocol):
-    """A sandbox on loan from the pool; leave the `async with` block to give it back."""
+    """A sandbox leased from the pool. Leaving the `async with` block returns it."""
 
     async def __aenter__(self) -> Sandbox: ...
 
@@ -127,11 +128,11 @@ class SandboxSource(Protocol):
 class RolloutEngine(Protocol):
     """Samples completions: token ids in, token ids and log-probs out."""
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """Sample one completion.
 
         Raises:
-            EngineError: the request can't be served; EngineDeadError when no request can.
+            EngineError: the request can't be served; EngineDeadError if no request can.
         """
         ...
 
@@ -146,7 +147,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: Literal[False], add_generation_prompt: bool
     ) -> str:
-        """The messages as the model's template writes them.
+        """Return the messages as text in the model's template.
 
         Raises:
             ValueError: the model has no chat template.
@@ -155,34 +156,34 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """Where prompts come from and what completions are worth. Picklable data; heavy things are made in `score`."""
+    """A task: renders a prompt and scores completions. Picklable data; heavy objects are made in `score`."""
 
     @property
     def name(self) -> str: ...
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """The prompt the policy reads."""
+        """Return the prompt that the policy reads."""
         ...
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Score a completion. `seed` draws the hidden tests: equal for all trajectories of a group.
+        """Score a completion. `seed` draws the hidden tests and is equal for all trajectories of a group.
 
-        Never raises for what the completion does or for a failed sandbox (that is `Reward.invalid`).
+        If it raises, its trajectory has no reward, as with `Reward.invalid`.
         """
         ...
 
 
 @runtime_checkable
 class AgentTask(Task, Protocol):
-    """A task that an agent can play, over several turns and with tools. Its `score` gets the answer alone."""
+    """A task that an agent can play over several turns with tools. Its `score` gets only the final answer."""
 
     def agent_start(self) -> AgentStart:
-        """What the agent is told, and what it finds."""
+        """Return the messages, files and tools that the agent starts with."""
         ...
 
 
 class Tracker(Protocol):
-    """Receives one record of scalars per step, in order, from the driver only."""
+    """Receives one record of scalars per step, in order, only from the driver."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

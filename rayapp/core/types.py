@@ -1,8 +1,8 @@
-"""The data that moves between the parts: frozen, slotted, numpy inside, no behaviour beyond derived values.
+"""Data types that move between the parts: frozen and slotted, with numpy arrays, no behaviour beyond derived values.
 
-Numpy arrays keep these objects zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group.
-A *trajectory* is one whole sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the
-policy saw them. Token in, token out: `token_ids` is what the engine read and sampled, never a re-tokenization.
+Numpy arrays are zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group. A *trajectory* is one
+full sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the policy saw them. Token in,
+token out: `token_ids` are the tokens that the engine read and sampled, never re-tokenized text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,28 +19,59 @@ Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.unsignedinteger[Any]]
-"""Numbers of experts, in the narrowest type that holds them."""
+"""Expert indices, in the narrowest type that holds them."""
 FinishReason = Literal["stop", "length"]
-"""A completion that the engine itself gave up is no completion: `EngineError`."""
+"""How a completion ended. A completion that the engine itself aborted is an `EngineError` instead."""
+
+
+class RequestId(NamedTuple):
+    """Name of one request to an engine. Ids sort by purpose, then the oldest group first.
+
+    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module reads an id back from it.
+    """
+
+    purpose: Literal["group", "eval", "serve"]
+    """`group` is trained on. Evaluation meets training neither in a server's queue nor in its prefix cache."""
+    group: int
+    trajectory: int = -1
+    """-1: the request belongs to no trajectory, as in `serve`."""
+    side: int = -1
+    """Number of a call that an external agent makes beside its recorded conversations; -1: recorded."""
+    turn: int = -1
+    """-1: the only turn of its trajectory."""
+
+    @property
+    def is_first_turn(self) -> bool:
+        """True for requests that start together with others, as a cohort."""
+        return self.turn <= 0
+
+    def __str__(self) -> str:
+        return "/".join([f"{self.purpose}={self.group}", *self._places()])
+
+    def _places(self) -> list[str]:
+        named = {"trajectory": self.trajectory, "side": self.side, "turn": self.turn}
+        return [f"{name}={value}" for name, value in named.items() if value >= 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. Only what changes the distribution, its length, its randomness, or its record."""
+    """Sampling options of one completion: distribution, length, randomness, and what is recorded."""
 
     max_tokens: int
     """Most tokens to sample."""
     temperature: float = 1.0
-    """0 is greedy. Training samples at the temperature its log-probs are computed at."""
+    """0 is greedy. Training computes log-probs at the same temperature."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps every token. Below 1 / above 0 these bias the importance ratio, so training refuses them."""
+    """0 keeps every token. top_p below 1 or top_k above 0 biases the importance ratio, so training refuses them."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion; the text that matched is not part of `Completion.text`."""
+    """Strings that end the completion; the matched string is not part of `Completion.text`."""
     seed: int | None = None
     """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
     num_routed: int = 0
-    """With `learner.router_replay`: tokens of the prompt whose experts are known, and need not be returned again."""
+    """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
+    json_schema: str = ""
+    """JSON schema that the completion must follow; empty: none. Only for completions that are not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,37 +87,37 @@ class Completion:
     """The tokens that the engine sampled for one prompt."""
 
     token_ids: Int32Array
-    """(T,) sampled tokens, with the stop token or the tokens of the stop text: all of them are trained on."""
+    """(T,) sampled tokens, including the stop token or the tokens of the stop string: all are trained on."""
     log_probs: FloatArray
     """(T,) log-probability of each token under the distribution it was sampled from."""
     text: str
-    """Decoded, without the stop text."""
+    """Decoded text, without the stop string."""
     finish_reason: FinishReason
     policy_version: int
-    """Weights that sampled its first token: the oldest."""
+    """Policy version that sampled the first token: the oldest one."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """The versions that sampled it, in order, where new weights came in its middle; empty: `policy_version` alone."""
+    """Versions that sampled the completion, in order, if new weights arrived midway; empty: only `policy_version`."""
     routed_experts: ExpertArray | None = None
-    """(N, layers, k) with `learner.router_replay`: the experts of the prompt's tokens behind the first
-    `SamplingParams.num_routed`, and of the sampled ones but the last, which no forward has read."""
+    """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
+    `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
 
 class RolloutStatus(StrEnum):
-    """How a trajectory ended. Everything but ERROR_* is the policy's own doing and may be trained on."""
+    """How a trajectory ended. All but ERROR_* are the policy's own doing and may be trained on."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """Ran into max_completion_tokens."""
+    """Reached max_completion_tokens."""
     MAX_TURNS = "max_turns"
-    """Called tools in its last turn too: it ended by itself, only not with an answer."""
+    """Called tools in its last turn too, so it has no final answer."""
     ERROR_ENGINE = "error_engine"
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"
     ERROR_TOOL = "error_tool"
     ERROR_REWARD = "error_reward"
-    """What scores it, a function of the user's or a judge, has failed."""
+    """The user's reward function or a judge failed."""
 
     @property
     def is_error(self) -> bool:
@@ -97,23 +128,23 @@ class RolloutStatus(StrEnum):
 class Reward:
     """A verdict on one completion.
 
-    Example: `Reward(value=0.6, terms={"pass_rate": 0.6, "solved": 0.0}, status="scored")`, or, when the sandbox died
-    twice, `Reward.invalid("sandbox_gone", "…")`: no value, left out of the group's baseline and of the loss.
+    Example: `Reward(value=0.6, terms={"pass_rate": 0.6, "solved": 0.0}, status="scored")`; or, if the sandbox died
+    twice, `Reward.invalid("sandbox_gone", "…")`: no value, excluded from the group's baseline and the loss.
     """
 
     value: float
-    """The scalar that training uses; 0.0 when not valid, and then nobody may read it."""
+    """The scalar that training uses; 0.0 and not to be read if `valid` is False."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Named parts, each recorded. `pass_rate` and `solved` (0 or 1) are there for every task scored by tests."""
+    """Named parts, each recorded. Every task scored by tests has `pass_rate` and `solved` (0 or 1)."""
     status: str = "scored"
-    """What the verdict rests on: scored, banned, syntax_error, error, timeout, no_code…; counted in the metrics."""
+    """Basis of the verdict: scored, banned, syntax_error, error, timeout, no_code…; counted in the metrics."""
     valid: bool = True
-    """False when infrastructure failed: that says nothing about the policy."""
+    """False if infrastructure failed, which says nothing about the policy."""
     failure_kind: str = ""
     """Why it is not valid, e.g. sandbox_gone; empty otherwise."""
     detail: str = ""
-    """One line for a person: the exception the code raised, or the first failed test with what it expected. Recorded
-    and shown in `rayapp view`; nothing shows it to a policy."""
+    """One line for people: the exception that the code raised, or the first failed test with its expected value.
+    Recorded and shown in `rayapp view`, never to the policy."""
     time_score_s: float = 0.0
 
     @classmethod
@@ -126,31 +157,31 @@ class Prompt:
     """One rendered prompt, ready for the engine."""
 
     task: str
-    """Name of the task, which scores what comes back."""
+    """Name of the task, which scores the completion."""
     text: str
-    """What the policy reads, template and prefill included."""
+    """Text that the policy reads, including template and prefill."""
     token_ids: Int32Array
     """(T,)"""
     prefill: str = ""
-    """The part of the answer already written at the end of `text`; code is read from prefill + completion."""
+    """Beginning of the answer at the end of `text`; code is read from prefill + completion."""
     stop: tuple[str, ...] = ()
     source: str = ""
-    """Name of the run's source it comes from; empty in a run without `sources`."""
+    """Name of the run's source that the prompt comes from; empty in a run without `sources`."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """What is asked, before a template wrote it; empty where that is not known. For judges, not for the policy."""
+    """Messages before the template was applied; empty if unknown. For judges, not for the policy."""
     ground_truth: Any = None
-    """Of a data row, for judges and for scoring again; None for tasks, and where it is too long to keep."""
+    """Ground truth of a data row, for judges and rescoring; None for tasks, and if it is too long to keep."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """The same."""
+    """`extra_info` of a data row, for judges and rescoring; empty for tasks, and if it is too long to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecRecord:
-    """One execution in a sandbox for a tool call, as the tool saw it: with the way there and back."""
+    """One execution in a sandbox for a tool call, as seen by the tool: times include the network."""
 
     sandbox_id: str
     provider: str
-    """Provider of the sandbox; `mcp` where a server keeps it."""
+    """Provider of the sandbox; `mcp` if an MCP server holds it."""
     outcome: str
     """ok, code_failed or code_stopped."""
     started_at_s: float
@@ -163,13 +194,13 @@ class CallRecord:
     """One tool call, run or refused."""
 
     name: str
-    """Tool name as the policy wrote it; empty when it could not be read."""
+    """Tool name as the policy wrote it; empty if it could not be parsed."""
     arguments: str
     """JSON text as the policy wrote it."""
     output: str
-    """What the policy read as the result."""
+    """Result that the policy read."""
     failure: str = ""
-    """malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or the tool's own kind; empty: it ran."""
+    """malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or the tool's own kind; empty: none."""
     reward: float | None = None
     started_at_s: float = 0.0
     """Unix time."""
@@ -177,12 +208,12 @@ class CallRecord:
     waited_s: float = 0.0
     """Part of duration_s before the tool could start (rate limit, free sandbox)."""
     execs: tuple[ExecRecord, ...] = ()
-    """Executions in sandboxes that it led to."""
+    """Sandbox executions of this call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """One turn of the policy and the calls in it. Tokens are those of the trajectory from `start` to `end`."""
+    """One turn of the policy with its tool calls. Its tokens are `Trajectory.token_ids[start:end]`."""
 
     start: int
     """Index of the first sampled token in `Trajectory.token_ids`."""
@@ -196,11 +227,11 @@ class TurnRecord:
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
-    """The versions that sampled it, as in `Completion`."""
+    """Versions that sampled the turn, as in `Completion`."""
 
     @classmethod
     def of(cls, completion: Completion, *, end: int, text: str, started_at_s: float) -> TurnRecord:
-        """The turn whose sampled tokens end before index `end`."""
+        """Make the turn whose sampled tokens end before index `end`."""
         return cls(
             start=end - completion.token_ids.size,
             end=end,
@@ -215,18 +246,18 @@ class TurnRecord:
 
     @property
     def max_policy_version(self) -> int:
-        """Weights that sampled its last token."""
+        """Policy version that sampled the last token."""
         return self.version_spans[-1].policy_version if self.version_spans else self.policy_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A place in a trajectory where a token does not go on from the token before it."""
+    """A place in a trajectory where a token doesn't continue from the token before it."""
 
     start: int
     """Index of the token in `Trajectory.token_ids`."""
     after: int
-    """Index of the token that it goes on from; -1: it begins a conversation of its own."""
+    """Index of the token that it continues from; -1: it begins a new conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +269,11 @@ class Trajectory:
     """
 
     token_ids: Int32Array
-    """(T,) everything the policy read and wrote."""
+    """(T,) all tokens that the policy read and sampled."""
     response_mask: BoolArray
     """(T,) True exactly where the policy sampled the token."""
     rollout_log_probs: FloatArray
-    """(T,) the engine's log-probability where `response_mask`, 0 elsewhere."""
+    """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
     completion_text: str
     reward: Reward
     status: RolloutStatus
@@ -251,16 +282,16 @@ class Trajectory:
     num_turns: int = 1
     time_generate_s: float = 0.0
     turns: tuple[TurnRecord, ...] = ()
-    """Each turn with its tool calls. Empty for a trajectory that failed before the policy spoke."""
+    """Turns with their tool calls. Empty for a trajectory that failed before the policy's first turn."""
     forks: tuple[Fork, ...] = ()
-    """By `start`. Empty for one conversation. An agent that edits its history, tries again or has helpers makes a tree
-    of it: every token is in `token_ids` once, in the order of the turns, and `core.forks` says what each was read
-    after."""
+    """Forks sorted by `start`; empty for a single conversation. An agent that edits its history, retries or has
+    sub-agents makes a tree: every token is in `token_ids` once, in the order of the turns, and `core.trajectories`
+    gives the context of each."""
     agent_output: str = ""
-    """What an external agent's program wrote, cut; empty for other agents."""
+    """Output of an external agent's program, cut; empty for other agents."""
     routed_experts: ExpertArray | None = None
-    """(T, layers, k) with `learner.router_replay`: the experts of each token, as the engine chose them where it first
-    computed that token; 0 for tokens that nothing was sampled after, which no forward has read."""
+    """(T, layers, k) with `learner.router_replay`: experts of each token, as the engine chose them when it first
+    computed the token; 0 for tokens that nothing was sampled after, which no forward pass has read."""
 
     @classmethod
     def of_tokens(
@@ -272,10 +303,10 @@ class Trajectory:
         log_probs: FloatArray | None = None,
         completion_text: str = "",
     ) -> Trajectory:
-        """A completed one whose tokens are all that is known: a demonstration, or one made to measure or to compare.
+        """Make a completed trajectory from tokens alone: a demonstration, or one for a measurement or a comparison.
 
         Args:
-            log_probs: the engine's; None: unknown, which is 0.
+            log_probs: (T,) the engine's log-probs; None: unknown, stored as 0.
         """
         return cls(
             token_ids=token_ids,
@@ -297,8 +328,13 @@ class Trajectory:
         return int(self.response_mask.sum())
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens before the first sampled one."""
+        return int(self.response_mask.argmax()) if self.response_mask.any() else self.num_tokens
+
+    @property
     def is_trainable(self) -> bool:
-        """An invalid verdict or a failed rollout carries no signal about the policy."""
+        """False for an invalid verdict or a failed rollout, which carry no signal about the policy."""
         return self.reward.valid and not self.status.is_error and self.num_response_tokens > 0
 
 
@@ -314,7 +350,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """A group as the driver sees it: scalars only. The group itself stays in the object store."""
+    """Scalars of a group for the driver. The group itself stays in the object store."""
 
     group_id: int
     task: str
@@ -323,27 +359,30 @@ class GroupSummary:
     valid: BoolArray
     """(G,) trainable trajectories."""
     num_tokens: Int32Array
-    """(G,) prompt and completion."""
+    """(G,) tokens of prompt and completion together."""
     num_response_tokens: Int32Array
-    """(G,)"""
+    """(G,) sampled tokens."""
     num_prompt_tokens: int
+    """Tokens of the prompt that all trajectories begin with; 0 if each has its own."""
     statuses: tuple[str, ...]
     """(G,) RolloutStatus values."""
     reward_statuses: tuple[str, ...]
     """(G,) `Reward.status` values."""
     failure_kinds: tuple[str, ...]
-    """(G,) empty where valid."""
+    """(G,) `Reward.failure_kind` values; empty where valid."""
     reward_terms: dict[str, FloatArray]
-    """Each (G,), NaN where a trajectory has no such term."""
+    """Term -> (G,) values, NaN for trajectories without the term."""
     min_policy_version: int
     max_policy_version: int
     time_generate_s: float
     """Seconds from admission to the last completion."""
     time_score_s: float
-    """Sum over trajectories."""
+    """Sum of scoring times over trajectories."""
     time_total_s: float
     source: str = ""
-    """As in `Prompt`."""
+    """Name of the run's source, as in `Prompt`."""
+    mean_prompt_tokens: float = 0.0
+    """Mean over trajectories with sampled tokens; the prompt's length if there are none."""
 
 
 class ExecOutcome(StrEnum):
@@ -351,17 +390,17 @@ class ExecOutcome(StrEnum):
 
     OK = "ok"
     CODE_FAILED = "code_failed"
-    """It raised, returned non-zero, or crashed by itself."""
+    """The code raised, exited with a non-zero status, or crashed."""
     CODE_STOPPED = "code_stopped"
-    """We ended it: see `ExecResult.stopped_for`."""
+    """The sandbox ended the code: see `ExecResult.stopped_for`."""
 
 
 class StopCause(StrEnum):
-    """Why we ended code that was running."""
+    """Why the sandbox ended running code."""
 
     TIMEOUT = "timeout"
     OUTPUT = "output"
-    """It wrote more than max_output_bytes."""
+    """The code wrote more than max_output_bytes."""
     MEMORY = "memory"
     CPU = "cpu"
     PROCESSES = "processes"
@@ -382,11 +421,11 @@ class ExecResult:
     duration_s: float
     truncated: bool = False
     stopped_for: StopCause | None = None
-    """Set exactly when outcome is CODE_STOPPED."""
+    """Set if and only if outcome is CODE_STOPPED."""
     error: str = ""
-    """`ValueError: …` when Python code raised: last line of its traceback."""
+    """`ValueError: …` if Python code raised: last line of its traceback."""
     isolation: str = ""
-    """What kept the code in: ns+proc, ns, ll, unisolated, or the provider's name."""
+    """Isolation level of the sandbox: ns+proc, ns, ll, unisolated, or the provider's name."""
 
     @property
     def ok(self) -> bool:
@@ -395,13 +434,13 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """One call of the candidate's function. `value` is plain data that we rebuilt, never the candidate's object."""
+    """Result of one call of the candidate's function. `value` is rebuilt plain data, never the candidate's object."""
 
     ok: bool
     value: object = None
     """None, bool, int, float, str, list, tuple, dict, set or bytes of exactly these types."""
     error: str = ""
-    """Why there is no value: the exception, an unsupported return type, too large."""
+    """Why there is no value: an exception, an unsupported return type, or a value that is too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,55 +448,55 @@ class CallReport:
     """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
 
     exec: ExecResult
-    """The execution as a whole. Not `ok` when the definition raised or the whole run was stopped."""
+    """The execution as a whole. Not `ok` if the definition raised or the execution was stopped."""
     calls: tuple[CallResult, ...]
-    """One per input, in order, whatever the code did: calls that gave no result are `ok=False`."""
+    """Always one per input, in order; calls without a result are `ok=False`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicVerdict:
-    """What the tests that an agent may run say about its work so far. Worth nothing by itself."""
+    """Result of the tests that an agent may run on its work so far. Not part of the reward."""
 
     pass_rate: float
     text: str
-    """For the agent to read."""
+    """Report for the agent to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What kind of sandbox a task needs. Equal specs share a pool."""
+    """Kind of sandbox that a task needs. Equal specs share a pool."""
 
     template: str = ""
-    """Provider's template, snapshot or image; empty is the provider's default."""
+    """Provider's template, snapshot or image; empty: the provider's default."""
     packages: tuple[str, ...] = ()
     """Extra packages preloaded by the local provider, e.g. ("numpy",)."""
     env: tuple[tuple[str, str], ...] = ()
-    """Environment of the sandboxed code: nothing else is in it. Never a secret."""
+    """The whole environment of the sandboxed code. Never put a secret here."""
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
     loopback: bool = False
-    """Programs in it may connect to one port of their own loopback, where whoever holds the sandbox listens."""
+    """Programs in the sandbox may connect to one port of their loopback, on which the sandbox's holder listens."""
     own_root: bool = False
-    """Its root folder is no other's: /app, /tests, /solution and /logs can be made there."""
+    """The sandbox has its own root folder, in which /app, /tests, /solution and /logs can be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStart:
-    """Where an agent begins a task: all that it sees, and nothing that a verdict rests on."""
+    """Everything that an agent sees at the start of a task; it holds nothing that the verdict rests on."""
 
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str] = field(default_factory=dict)
-    """In its workspace, by relative path."""
+    """Files in the agent's workspace: relative path -> text."""
     packages: tuple[str, ...] = ()
-    """Preloaded there."""
+    """Python packages preloaded in the workspace's sandbox."""
     tools: tuple[str, ...] = ()
     """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
+    """Tool -> `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
-    """What sandbox its workspace is; packages and what the tools ask for are added."""
+    """Sandbox of the workspace; `packages` and the tools' needs are added."""
     images: Mapping[str, str] = field(default_factory=dict)
-    """By image or template that the workspace or the verdict needs: why, for a person."""
+    """Image or template that the workspace or the verdict needs -> reason, for people."""
     setup: tuple[str, ...] = ()
-    """A command that is run in it once the files are there. It may fail: the agent then works without what it does."""
+    """Command to run in the workspace after its files are written. If it fails, the agent starts all the same."""

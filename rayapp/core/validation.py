@@ -1,6 +1,6 @@
-"""Says what is wrong with a user's file in the user's own words: keys, values and ranges instead of pydantic's report.
+"""Explain errors in a user's file by its keys, values and ranges instead of pydantic's report.
 
-Used by config and task loading. It reads the schema only to explain; the schema stays the one place with the rules.
+Used to load configs and tasks. The rules are in the schema alone; this module reads the schema to explain them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import annotated_types as at
 from pydantic import BaseModel, ValidationError
@@ -18,20 +19,27 @@ from pydantic_core import ErrorDetails
 
 _INDEX = re.compile(r"\[\d+\]")
 _SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Characters of a wrong value that a message shows."""
 
 
-def explain(error: ValidationError, schema: type[BaseModel]) -> str:
-    """The error in the user's words: one line for each thing that is wrong."""
-    lines = (_explain_one(details, schema) for details in error.errors(include_url=False))
+EMPTY: Mapping[str, str] = types.MappingProxyType({})
+
+
+def explain(error: ValidationError, schema: type[BaseModel], aliases: Mapping[str, str] = EMPTY) -> str:
+    """Return an explanation with one line for each mistake.
+
+    Args:
+        aliases: name of a key in other programs -> key in this schema.
+    """
+    lines = (_explain_one(details, schema, aliases) for details in error.errors(include_url=False))
     return "\n".join(dict.fromkeys(lines))
 
 
 def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False) -> Iterator[str]:
-    """Every dotted key of a schema, sections included.
+    """Yield every dotted key of a schema, including sections.
 
     Args:
-        in_lists: those of sections in lists too, as if there were no list.
+        in_lists: also yield keys of sections in lists, as if there were no list.
     """
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
@@ -40,9 +48,9 @@ def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = Fa
             yield from valid_keys(section, f"{path}.", in_lists=in_lists)
 
 
-def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
-    """The valid key that a mistyped one most likely meant: near as a whole, or the same name in one or two other
-    sections.
+def nearest_key(path: str, schema: type[BaseModel], aliases: Mapping[str, str] = EMPTY) -> str | None:
+    """Return the valid key that a mistyped one most likely means: a similar key, or the same name in one or two other
+    sections; None if there is none.
 
     Example: `sources[0].agent.max_turns` -> `sources.agent.max_assistant_turns`.
     """
@@ -54,6 +62,8 @@ def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
     elsewhere = [key for key in keys if key.rpartition(".")[2] == leaf]
     if elsewhere:
         return " or ".join(sorted(difflib.get_close_matches(path, elsewhere, n=2, cutoff=0.0)))
+    if leaf in aliases:
+        return aliases[leaf]
     section = path.rpartition(".")[0]
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     close = difflib.get_close_matches(path, siblings, n=1, cutoff=0.75) or difflib.get_close_matches(path, keys, n=1)
@@ -63,11 +73,11 @@ def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
     return next((leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)), None)
 
 
-def _explain_one(details: ErrorDetails, schema: type[BaseModel]) -> str:
+def _explain_one(details: ErrorDetails, schema: type[BaseModel], aliases: Mapping[str, str]) -> str:
     path = _path(details["loc"], schema)
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        near = nearest_key(path, schema)
+        near = nearest_key(path, schema, aliases)
         return f"unknown key {path}" + (
             f"; did you mean {near}?" if near else "; see `rayapp config show` for all keys"
         )
@@ -77,20 +87,34 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{path} is missing"
     rule = _rule(_field(path, schema)) or details["msg"][:1].lower() + details["msg"][1:]
+    if kind == "tuple_type" and isinstance(value, str):
+        rule += f", e.g. {path}=[{value}]"
     return f"{path} = {_shown(value)}: {rule}"
 
 
 def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
-    """`("sandbox", "local", "num")` -> `sandbox.num`: pydantic names the member of a union, which is no key."""
+    """Turn pydantic's location into a key: `("sandbox", "local", "num")` -> `sandbox.num`, as `local` is the member of
+    a union."""
     keys = set(valid_keys(schema, in_lists=True))
     parts: list[str] = []
     for number, part in enumerate(loc):
         is_last = number == len(loc) - 1
         if isinstance(part, int):
             parts[-1:] = [f"{parts[-1] if parts else ''}[{part}]"]
-        elif is_last or not parts or _INDEX.sub("", ".".join([*parts, part])) in keys:
+        elif (
+            _INDEX.sub("", ".".join([*parts, part])) in keys
+            or (is_last and not _is_choice(".".join(parts), schema))
+            or not parts
+        ):
             parts.append(part)
     return ".".join(parts)
+
+
+def _is_choice(path: str, schema: type[BaseModel]) -> bool:
+    """Return True if a key takes values of several types, e.g. an integer or auto: pydantic then adds the type to the
+    location."""
+    field = _field(path, schema)
+    return field is not None and typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
 
 
 def _field(path: str, schema: type[BaseModel]) -> FieldInfo | None:
@@ -111,26 +135,51 @@ def _models_in(annotation: object, *, in_lists: bool = False) -> Iterator[type[B
 
 
 def _rule(field: FieldInfo | None) -> str:
-    """`must be an integer, at least 2`; empty when the annotation says nothing that helps."""
+    """Return a rule such as `must be an integer, at least 2`; empty if the annotation has no helpful one."""
     if field is None:
         return ""
     sections = list(_models_in(field.annotation))
     if sections:
         return f"must be a section with {', '.join(dict.fromkeys(key for s in sections for key in s.model_fields))}"
-    choices = _choices(field.annotation)
-    if choices:
-        return f"must be one of {', '.join(choices)}"
-    kinds: Mapping[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    inner = [argument for argument in typing.get_args(field.annotation) if argument is not type(None)]
-    kind = kinds.get(field.annotation) or (kinds.get(inner[0]) if len(inner) == 1 else None)
-    limits = list(_limits(field))
-    if kind is None:
-        return f"must be {' and '.join(limits)}" if limits else ""
-    return f"must be {kind}" + (f", {' and '.join(limits)}" if limits else "")
+    values = values_of(field)
+    return f"must be {values}" if values else ""
 
 
-def _limits(field: FieldInfo) -> Iterator[str]:
-    for rule in field.metadata:
+def values_of(field: FieldInfo) -> str:
+    """Return the values that a field takes, e.g. `an integer, at least 2`, `one of a, b`; empty for a section."""
+    return _values(field.annotation, field.metadata)
+
+
+_KINDS: Mapping[object, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+}
+
+
+def _values(annotation: object, rules: Sequence[object] = ()) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        inner = [rule for each in arguments[1:] for rule in getattr(each, "metadata", [each])]
+        return _values(arguments[0], (*inner, *rules))
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_values(each, rules) for each in arguments if each is not type(None)]
+        return " or ".join(kind for kind in kinds if kind) + (", or null" if type(None) in arguments else "")
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
+    if origin is tuple:
+        choices = _values(arguments[0]) if typing.get_origin(arguments[0]) is typing.Literal else ""
+        kind = f"a list{choices and f', each {choices}'}"
+    else:
+        kind = "a mapping" if origin is dict else _KINDS.get(annotation, "")
+    limits = " and ".join(_limits(rules))
+    return f"{kind}, {limits}" if kind and limits else kind or limits
+
+
+def _limits(rules: Sequence[object]) -> Iterator[str]:
+    for rule in rules:
         match rule:
             case at.Ge(ge=bound):
                 yield f"at least {bound}"
@@ -141,16 +190,12 @@ def _limits(field: FieldInfo) -> Iterator[str]:
             case at.Lt(lt=bound):
                 yield f"below {bound}"
             case at.MinLen(min_length=length):
-                yield f"not shorter than {length}"
+                yield "not empty" if length == 1 else f"not shorter than {length}"
+            case at.MultipleOf(multiple_of=number):
+                yield f"a multiple of {number}"
         pattern = getattr(rule, "pattern", None)
         if pattern is not None:
             yield f"of the form {pattern}"
-
-
-def _choices(annotation: object) -> list[str]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return [str(choice) for choice in typing.get_args(annotation)]
-    return []
 
 
 def _shown(value: object) -> str:

@@ -11,22 +11,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from actors.calls import answer
 from actors.group_calls import GroupCalls
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
+from actors.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
-from actors.setup.gpus import uses_gpus, wait_for_gpus
-from actors.setup.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
-from actors.setup.placement import Placement
-from actors.setup.session import RaySession, one_connection, ray_session, session_of_run
-from actors.setup.stacks import dump_stacks
-from actors.setup.started import StandIns, Started
-from actors.setup.starting import (
+from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run
+from actors.placement import Placement, uses_gpus, wait_for_gpus
+from actors.starting import (
+    NO_STAND_INS,
     Report,
+    StandIns,
+    Started,
     all_ready,
+    dump_stacks,
     ready_pool,
     running_servers,
     spawn_learners,
@@ -36,7 +38,7 @@ from actors.setup.starting import (
     spawn_servers,
 )
 from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
-from rayapp.config.model_servers import ModelServerSection
+from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
     DeadlineError,
@@ -49,14 +51,19 @@ from rayapp.core.errors import (
     first_error,
 )
 from rayapp.core.protocols import Tracker
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
 from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
-from rayapp.driver.supervision import Member, Supervisor
-from rayapp.engine.weights.direct import DirectTransport
-from rayapp.engine.weights.object_store import ObjectStoreTransport
-from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
+from rayapp.driver.supervision import Supervisor, Watched
+from rayapp.engine.weights.sync import (
+    GroupCarrier,
+    StoreCarrier,
+    TransferRanks,
+    WeightSync,
+    choose_transport,
+    transfer_plan,
+)
 from rayapp.rollout.order import ANY_VERSION
 
 __all__ = [
@@ -83,7 +90,7 @@ class Cluster:
     servers: tuple[VllmServerHandle, ...]
     learners: LearnerGroup
     rollout_workers: tuple[RolloutWorkerHandle, ...]
-    weights: ObjectStoreTransport | DirectTransport
+    weights: WeightSync
     supervisor: Supervisor
     router: Router
     dashboard_url: str
@@ -99,10 +106,10 @@ class Cluster:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     def check_weights(self) -> None:
-        """Return if a server that is replaced now gets weights.
+        """Check that a server that is replaced now would get weights.
 
         Raises:
-            LearnersLostError: those of the last sync are gone with their node, and the learners with them.
+            LearnersLostError: the weights of the last sync are gone with their node, and the learners with them.
         """
         if self.weights.are_lost:
             raise LearnersLostError("the weights of the last sync were on a node that is gone.")
@@ -112,19 +119,25 @@ class Cluster:
 
         A server that failed to take them has been replaced, and has taken them, when this returns.
         """
-        metrics, failed = await self.weights.sync(version, source=self.learners, servers=self.servers)
+        metrics, failed = await self.weights.sync(
+            version, learners=self.learners, servers=self.servers, settled=self.supervisor.settled
+        )
         if failed:
             await self._replace(failed)
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
         """Replace servers that failed, each once however many have noticed; all are up when this returns."""
-        # Of the moment of the failures: while one is replaced, another may be found gone and be replaced too.
-        incarnations = {name: self.supervisor.incarnation(name) for name in failed}
-        for name, error in failed.items():
-            # Dead servers are found by their ping; condemn only live ones with half-loaded weights.
-            if not isinstance(error, ProcessDiedError):
-                await self.supervisor.condemn(name, incarnations[name], str(error))
+        # Dead servers are found by their ping; condemn only live ones with half-loaded weights. All at once: a server
+        # on a GPU takes minutes to start. The incarnations are those of the failures: while one server is replaced,
+        # another may be found gone and be replaced too.
+        await asyncio.gather(
+            *(
+                self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
+                for name, error in failed.items()
+                if not isinstance(error, ProcessDiedError)
+            )
+        )
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
@@ -145,6 +158,12 @@ class Cluster:
                 raise outcome
         return failed
 
+    async def export_hf(self, folder: Path) -> None:
+        """Write the learners' model, as the last use of this cluster: servers that share their GPUs sleep."""
+        if self.config.cluster.placement == "colocated":
+            await self._put_to_sleep()
+        await self.learners.export_hf(folder)
+
     async def replace_learners(self, error: LearnersLostError) -> None:
         """Start all learners again; what they had learned since the last checkpoint is gone.
 
@@ -159,11 +178,13 @@ class Cluster:
             )
         self.num_learner_restarts += 1
         if self.config.cluster.placement == "colocated":
-            await self._put_to_sleep()  # the new ones load a model: not beside a server that is awake
+            # New learners load a model, which does not fit beside a KV cache. A server whose weight update broke off
+            # refuses to sleep: its cache is empty, and the next sync replaces it.
+            await self._put_to_sleep()
         self.learners = await self.start_learners(self.learners)
 
     async def dump_stacks(self) -> str:
-        """Where every actor is now."""
+        """Return the stacks of all actors."""
         return await dump_stacks()
 
     def recovery_metrics(self) -> dict[str, float]:
@@ -201,14 +222,14 @@ async def open_cluster(
     *,
     with_learners: bool = True,
     report: Report = lambda text: None,
-    stand_ins: StandIns | None = None,
+    stand_ins: StandIns = NO_STAND_INS,
 ) -> AsyncIterator[Cluster]:
     """Start a run's actors.
 
     Args:
         with_learners: False for evaluation, which only generates and scores.
         report: told, in a line each, where Ray's dashboard is, what is starting, and what is ready.
-        stand_ins: in place of the real servers and learners, for tests and benchmarks of everything else.
+        stand_ins: actors in place of real ones, for tests and benchmarks of everything else.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
@@ -220,8 +241,8 @@ async def open_cluster(
 
 @asynccontextmanager
 async def _session(
-    config: Config, report: Report, stand_ins: StandIns | None = None
-) -> AsyncIterator[tuple[RaySession, Started]]:
+    config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
+) -> AsyncIterator[tuple[RayConnection, Started]]:
     """A connection to Ray, and what is started within the block: all of it has ended behind it, whatever happens."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
@@ -252,7 +273,7 @@ async def _reserve(
 
 
 async def _start(
-    config: Config, started: Started, session: RaySession, *, with_learners: bool, report: Report
+    config: Config, started: Started, session: RayConnection, *, with_learners: bool, report: Report
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
@@ -273,8 +294,9 @@ async def _start(
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
     handles = (*(() if placement.shares_gpus else servers), *learners.handles, *workers)
     await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
-    weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
-    members: list[Member] = [
+    carrier = (GroupCarrier if plan is not None else StoreCarrier)(config.server.sync_timeout_s)
+    weights = WeightSync(carrier)
+    members: list[Watched] = [
         PoolMember(pool, make_pool_ready),
         *models,
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
@@ -312,7 +334,7 @@ async def _start_models(
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
-    """The model servers, up, and the config of who asks them, which may do so as soon as it starts."""
+    """Start the model servers. Returns them, and the config with their addresses for the processes that call them."""
     handles = spawn_model_servers(config, started, placement, asked)
     members: dict[str, ModelServerMember] = {}
 
@@ -334,8 +356,8 @@ async def _start_learners_again(
     return group
 
 
-def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
-    """How weights travel in a group of learners and engines; None where they go through the object store."""
+def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
+    """Return the ranks of a group of learners and engines; None if weights go through the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 
@@ -359,7 +381,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
 
 @asynccontextmanager
 async def open_servers(
-    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns | None = None
+    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[AnyServer]:
     """Only the servers, with the model's own weights, as one engine; ended behind the block, replaced within it.
 
@@ -369,7 +391,7 @@ async def open_servers(
         ConfigError: as `open_cluster`.
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # of judges and teachers, which nobody asks here
+    config = config.model_copy(update={"model_servers": ()})  # of judges and teachers, which are not called here
     async with _session(config, report, stand_ins) as (_, started):
         placement, _ = await _reserve(config, started, with_learners=False)
         servers = spawn_servers(config, started, placement, must_sync=False)

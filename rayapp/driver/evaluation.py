@@ -1,6 +1,6 @@
-"""Evaluations: of a model alone (`rayapp eval`), and of the weights of a run between two steps. They train nothing.
+"""Evaluates a model alone (`rayapp eval`), or the weights of a run between two steps. Nothing is trained.
 
-Called by the CLI and by the driver's step.
+The CLI and the driver's step call it.
 """
 
 from __future__ import annotations
@@ -16,39 +16,37 @@ from typing import Any
 from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import to_yaml
 from rayapp.core.aio import run_until_done, side_by_side
-from rayapp.core.errors import InputError, LearnersLostError
+from rayapp.core.errors import GroupFailedError, InputError, LearnersLostError
 from rayapp.core.files import write_text
 from rayapp.core.logs import start_logs
+from rayapp.core.timing import Phases
 from rayapp.core.types import Group, GroupSummary
 from rayapp.driver.cluster import Cluster, open_cluster
-from rayapp.driver.lost_groups import generate
-from rayapp.driver.phases import Phases
-from rayapp.driver.run import Run
+from rayapp.driver.feeding import generate
+from rayapp.driver.run import Training
 from rayapp.driver.saving import is_due
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
 from rayapp.runs.mirror.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
-from rayapp.runs.tracking.jsonl import JsonlTracker
-from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.pass_at_k import summarize_passes
+from rayapp.runs.tracking.metrics import JsonlTracker, summarize_passes, summarize_step
 from rayapp.runs.trajectories import writing_trajectories
 
 log = logging.getLogger(__name__)
 
 
 Record = Callable[[Sequence[Group]], None]
-"""Keeps what was sampled, part after part. Blocks."""
+"""Function that stores sampled groups, called for one part after another. Blocks."""
 
 
 def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
-    """Everything behind `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
+    """Run `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
 
     Args:
-        out: folder for what was sampled, which `rayapp view` shows; None keeps nothing.
+        out: folder to store the samples in, for `rayapp view`; None stores nothing.
     Returns:
-        The metrics of a training step, over all samples.
+        Metrics as of a training step, over all samples.
     Raises:
         InputError: `out` holds a run that was trained.
     """
@@ -65,7 +63,7 @@ def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
 async def evaluate_model(
     config: Config, *, report: Callable[[str], None] = lambda text: None, record: Record | None = None
 ) -> dict[str, float]:
-    """Metrics of the config's own model, by servers and rollout workers that are started for it alone."""
+    """Return metrics of the config's own model, with servers and rollout workers started for this evaluation only."""
     async with open_cluster(config, with_learners=False, report=report) as cluster:
         return await evaluate(cluster, record=record)
 
@@ -73,30 +71,31 @@ async def evaluate_model(
 async def evaluate(
     cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None, record: Record | None = None
 ) -> dict[str, float]:
-    """Every task, and every row of the evaluation files, on the weights that the servers hold now, which are `version`.
-
-    Nothing of it is trained on.
+    """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`.
 
     Args:
-        watchdog: told of every prompt's end; None outside of a run.
-        record: keeps the completions.
+        watchdog: gets progress at every prompt's end; None outside of a run.
+        record: stores the completions.
     """
     num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
-        # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
+        # In a synchronous run a wave starts together, so that the same weights give the same numbers.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
-        # A group of tasks: when one fails, none of the others may still be on the servers once the run goes on.
+        # If one prompt fails, none of the others may still be on the servers when the run goes on.
         found = await side_by_side(map(partial(_evaluate_prompt, cluster, version, watchdog), wave, cohorts))
-        summaries += [group.summary for group in found]
+        made = [group for group in found if group is not None]
+        summaries += [group.summary for group in made]
         if record is not None:
-            await _record(cluster, found, record)
+            await _record(cluster, made, record)
+    if not summaries:
+        return {}
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
 def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Source after source: each has its own number of samples, and what starts together has the same."""
+    """Yield the prompts that start together, source by source, as sources differ in their number of samples."""
     first = 0
     for source, number in zip(sources_of(config), num_prompts, strict=True):
         for wave in evaluation_waves(source.config, number):
@@ -107,7 +106,7 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
 async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: Record) -> None:
     try:
         groups = await cluster.fetch_groups(found)
-    except LearnersLostError as error:  # their node is gone; the numbers are here, and nothing is trained on the texts
+    except LearnersLostError as error:  # their node is gone; the metrics are here, and the texts aren't trained on
         log.warning("the texts of %d evaluated prompts are not kept: %s", len(found), error)
         return
     await asyncio.to_thread(record, groups)
@@ -115,23 +114,30 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
-) -> StoredGroup[Any]:
-    summary, ref = await generate(
-        cluster,
-        GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
-        lambda worker, placed: worker.evaluate(placed, step),
-        what=f"the evaluation of prompt {index}",
-        watchdog=watchdog,
-        reissue=lambda error: ANY_VERSION,
-    )
+) -> StoredGroup[Any] | None:
+    """Return the samples of one prompt; None if it fails within a run, whose step must go on."""
+    try:
+        summary, ref = await generate(
+            cluster,
+            GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
+            lambda worker, placed: worker.evaluate(placed, step),
+            what=f"the evaluation of prompt {index}",
+            watchdog=watchdog,
+            reissue=lambda error: ANY_VERSION,
+        )
+    except GroupFailedError as error:
+        if watchdog is None:
+            raise
+        log.warning("%s It is left out of step %d's evaluation.", error, step)
+        return None
     return StoredGroup(summary=summary, ref=ref)
 
 
-async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
-    """Metrics of an evaluation as `eval/*`, on every `eval.every_steps`-th step and the last; nothing on others.
+async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]:
+    """Evaluate on every `eval.every_steps`-th step and the last, and return `eval/*`; empty on other steps.
 
     Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
-    servers then, so training samples the same tokens with and without it.
+    servers then, so training samples the same tokens with and without evaluation.
     """
     config = run.cluster.config
     every_steps = config.eval.every_steps
@@ -141,8 +147,8 @@ async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
         return await evaluate_in_run(run, step)
 
 
-async def evaluate_in_run(run: Run, step: int) -> dict[str, float]:
-    """`eval/*` of the weights that the servers hold, after `step`; what they said is in the run folder."""
+async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
+    """Return `eval/*` of the servers' weights after `step`, and store the completions in the run folder."""
     with run.folder.recording_evaluation(step) as record:
         metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
@@ -150,10 +156,12 @@ async def evaluate_in_run(run: Run, step: int) -> dict[str, float]:
 
 @contextmanager
 def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
-    """A folder like a run's, with one evaluation as its step 0: what keeps completions, and what keeps metrics.
+    """Open a folder like a run's, with one evaluation as its step 0.
 
+    Returns:
+        A function that stores completions, and one that stores metrics.
     Raises:
-        InputError: it holds a run that was trained.
+        InputError: the folder holds a run that was trained.
     """
     if (out / TRAJECTORIES).exists() or (out / CHECKPOINTS).exists():
         raise InputError(f"{out} holds a run that was trained: choose another folder for its evaluation")

@@ -1,29 +1,107 @@
-"""Keeps the store filled: groups are started as it admits them.
+"""Keeps the store filled: starts groups as the store admits them, and again if they are lost with a process.
 
     feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
 
-One task of the driver's, beside its steps.
+`feed` is a task of the driver that runs beside its steps. `generate` takes one group, of training or evaluation, from
+its start to its end, and issues it again when its process is lost. A group that fails although every process works (a
+prompt that its task can't write, a plug-in's error) is dropped; a configuration error that affects every group ends the
+run.
+
+feeding, evaluation --> generate --> Router.placed --> rollout-worker-i --> summary
+                           ^                                  | lost with a process
+                           '--- again, alone <-- Supervisor.settled
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from typing import TypeVar
 
-from rayapp.core.errors import RayappError, one_error
+from rayapp.core.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    GroupFailedError,
+    ObjectsLostError,
+    ProcessDiedError,
+    RayappError,
+    RestartsUsedUpError,
+    SandboxConfigError,
+    StaleVersionError,
+    WeightSyncError,
+    one_error,
+)
 from rayapp.core.logs import about
-from rayapp.driver.lost_groups import generate
-from rayapp.driver.run import Run
+from rayapp.driver.cluster import Cluster, RolloutWorkerHandle
+from rayapp.driver.group_rules import GROUP_FAILED
+from rayapp.driver.run import Training
+from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
+
+T = TypeVar("T")
+MAX_ISSUES = 10
+"""Most times that one group is issued: processes may be lost a few times, but not always with the same group."""
+LOST_GROUP = (
+    ProcessDiedError,
+    EngineDeadError,
+    StaleVersionError,
+    WeightSyncError,
+    DeadlineError,
+    ObjectsLostError,
+)
+"""Errors of a group whose worker, server, sandbox pool or node is gone, hangs, or is not ready after a restart."""
+
+
+async def generate(
+    cluster: Cluster,
+    request: GroupRequest,
+    call: Callable[[RolloutWorkerHandle, GroupRequest], Awaitable[T]],
+    *,
+    what: str,
+    watchdog: Watchdog | None,
+    reissue: Callable[[RayappError], int],
+) -> T:
+    """Return the rollout worker's result for a group; issue it again when a lost process has been replaced.
+
+    Args:
+        call: calls the worker with the request, which names its server.
+        what: name of the group, for messages.
+        watchdog: gets the wait, and its end as progress; None outside of a run.
+        reissue: gets the reason of a loss, and returns the policy version that must sample the group now.
+    Raises:
+        RestartsUsedUpError: the group was lost `MAX_ISSUES` times.
+        GroupFailedError: the group fails although its processes work.
+        ConfigError, SandboxConfigError: every group would fail.
+    """
+    for _ in range(MAX_ISSUES):
+        worker = cluster.rollout_worker(request.group_id)
+        try:
+            with (
+                watchdog.waiting(what, worker.name) if watchdog else nullcontext(),
+                cluster.router.placed(request) as placed,
+            ):
+                return await call(worker, placed)
+        except LOST_GROUP as error:
+            # Drop the cohort: its other groups may be done, or be in flight on another server.
+            request = replace(request, policy_version=reissue(error), cohort=None)
+            await cluster.supervisor.settled()
+            cluster.check_weights()
+        except (ConfigError, SandboxConfigError):
+            raise
+        except RayappError as error:
+            raise GroupFailedError(f"{what} failed: {error}") from error
+    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; see the notes above for the reasons")
 
 
 @asynccontextmanager
-async def feeding(run: Run) -> AsyncIterator[None]:
-    """Keep the store filled while the block runs; a failure in either ends both.
+async def feeding(run: Training) -> AsyncIterator[None]:
+    """Context manager that keeps the store filled; a failure in the block or in feeding ends both.
 
     Raises:
-        RayappError: the first failure, not a group of them.
+        RayappError: the first failure, not an exception group.
     """
     with one_error():
         async with asyncio.TaskGroup() as tasks:
@@ -32,15 +110,15 @@ async def feeding(run: Run) -> AsyncIterator[None]:
             feeder.cancel()
 
 
-async def feed(run: Run) -> None:
-    """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
+async def feed(run: Training) -> None:
+    """Start groups as the store admits them. Consumes slots, produces finished groups."""
     at_once = max_groups_at_once(run.cluster.config)
-    # Nobody else takes seats, so groups that start together can wait until all of theirs are free.
+    # Only this task acquires, so groups that start together can wait until there is room for all of them.
     seats = asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
-            # Only a synchronous run starts groups together; what trickles in must not wait for company.
+            # Only a synchronous run starts groups together; in others a group must not wait for a cohort.
             size = min(at_once, len(ids)) if run.cluster.is_synchronous else 1
             for first in range(0, len(ids), size):
                 together = ids[first : first + size]
@@ -50,7 +128,7 @@ async def feed(run: Run) -> None:
                     started.add_done_callback(lambda _: seats.release())
 
 
-def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
     started = []
     for request in _requests(run, together, version):
         with about(step=version + 1, group=request.group_id):
@@ -58,15 +136,15 @@ def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskG
     return started
 
 
-def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
+def _requests(run: Training, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
     for place, group_id in enumerate(together):
         cohort = Cohort(place=place, size=len(together)) if len(together) > 1 else None
         request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
         yield request if run.curriculum is None else run.curriculum.drawn(request)
 
 
-async def _generate(run: Run, request: GroupRequest) -> None:
-    """One group, from its start into the store."""
+async def _generate(run: Training, request: GroupRequest) -> None:
+    """Generate one group and put it into the store."""
     group_id = request.group_id
 
     def reissue(error: RayappError) -> int:
@@ -74,14 +152,20 @@ async def _generate(run: Run, request: GroupRequest) -> None:
         run.tracker.note(f"group {group_id} is issued again: {error}")
         return version
 
-    summary, ref = await generate(
-        run.cluster,
-        request,
-        lambda worker, placed: worker.run_group(placed),
-        what=f"group {group_id}",
-        watchdog=run.watchdog,
-        reissue=reissue,
-    )
+    try:
+        summary, ref = await generate(
+            run.cluster,
+            request,
+            lambda worker, placed: worker.run_group(placed),
+            what=f"group {group_id}",
+            watchdog=run.watchdog,
+            reissue=reissue,
+        )
+    except GroupFailedError as error:
+        run.tracker.note(f"{error} The step takes another one.")
+        run.failures.lost_group(run.cluster.config, str(error))
+        await run.store.drop(group_id, GROUP_FAILED)
+        return
     if run.curriculum is not None:
         run.curriculum.record(request.place if request.source is None else request.source, summary)
     await run.store.finish(summary, ref)

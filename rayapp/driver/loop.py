@@ -1,44 +1,172 @@
-"""The GRPO loop. It holds scalars and object references; the work is in the actors.
+"""The GRPO loop of the driver. It holds only scalars and object references; actors do the work.
 
     feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
                                                                                           | take
              servers hold version+1 <-- sync_weights <-- learners.train_step(group_refs) <-'
                        '--> TrajectoryStore.release: only now may new groups start
 
-`max_staleness: 0` makes this synchronous; larger values let `feed` run ahead. Nothing else differs. Feeding is in
-`rayapp.driver.feeding`, what a step does in `rayapp.driver.step`, what it works with in `rayapp.driver.run`.
+`max_staleness: 0` makes this synchronous; larger values let `feed` run ahead. Nothing else differs. A step trains on
+the groups, sends the servers the new weights, and writes trajectories, traces, metrics, and a checkpoint when one is
+due. `rayapp.driver.feeding` starts the groups; `rayapp.driver.run` has the objects that a step uses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 from rayapp.config.config import Config
 from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError, StopTraining
-from rayapp.core.logs import about, start_logs
+from rayapp.core.logs import about, start_logs, tracebacks_in
+from rayapp.core.machine import trim_heap
+from rayapp.core.timing import Phases
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
-from rayapp.driver.evaluation import evaluate_in_run
+from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
-from rayapp.driver.offline.sft import warm_up
-from rayapp.driver.run import Run, open_run
-from rayapp.driver.saving import saving, saving_when_stopped, saying_what_is_saved
-from rayapp.driver.step import begin_checkpoint, step_phases, train_step
+from rayapp.driver.run import Store, Training, open_run
+from rayapp.driver.saving import is_due, saving, saving_when_stopped, saying_what_is_saved
+from rayapp.driver.sft import warm_up
+from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
+from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.plots import write_reward_plot
+from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 
+
+def step_phases(run: Training) -> Phases:
+    """Return the clocks of a step's phases; the start of a phase is shown, and counts as progress."""
+    return Phases(on_change=partial(_enter_phase, run))
+
+
+def _enter_phase(run: Training, name: str) -> None:
+    run.tracker.phase(name)
+    run.watchdog.progress(f"driver entered {name}")
+
+
+async def train_step(
+    run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases
+) -> dict[str, float]:
+    """Train on the groups, send the servers the new weights, and record the step.
+
+    Returns:
+        All metrics of the step.
+    Raises:
+        StalledError: a part of the step hangs.
+    """
+    async with unstalled(run.watchdog, f"the end of step {step}"):
+        return await _train_step(run, step, groups, phases)
+
+
+async def _train_step(
+    run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases
+) -> dict[str, float]:
+    summaries = tuple(group.summary for group in groups)
+    everything = (*summaries, *run.sampling.take_dropped())
+    if late := sum(kind == "deadline" for summary in everything for kind in summary.failure_kinds):
+        run.tracker.note(
+            f"step {step}: {late} trajectories were dropped as they took longer than rollout.group_deadline_s = "
+            f"{run.cluster.config.group_deadline_s:g}. The longest are missing, which biases training: raise it."
+        )
+    run.failures.record(everything)
+    learned = await _learn(run, step, groups, phases)
+    evaluated = await validate(run, step, phases)
+    sampled_by = run.store.version
+    if run.curriculum is not None:
+        run.curriculum.end_step()  # before the slots are free: the next groups are drawn by its results
+    await run.store.release(step)
+    with phases("record"):
+        fetched = await run.cluster.fetch_groups(groups)
+        if run.cluster.config.tracking.trajectories:
+            await run.folder.write_trajectories(step, fetched, await run.cluster.learners.log_probs_before(step))
+        run.tracker.trace(step, fetched)
+        del fetched
+        await asyncio.to_thread(trim_heap)
+    metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()
+    score = run.best.score(metrics | evaluated)
+    with phases("checkpoint"):
+        saved = await save_if_due(run, step, score)
+    metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
+    run.tracker.log(step, metrics)
+    return metrics
+
+
+async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
+    """Take an optimizer step and send its weights to the servers. Returns the metrics of both."""
+    cluster = run.cluster
+    with phases("train"):
+        await cluster.lend_gpus()
+        learned = await cluster.learners.train_step(
+            step, tuple(group.summary for group in groups), [group.ref for group in groups]
+        )
+    with phases("weight_sync"):
+        return learned | await cluster.sync_weights(step)
+
+
+def _state_metrics(run: Training) -> dict[str, float]:
+    """Return metrics of the run's state that don't depend on the step's groups."""
+    return (
+        run.cluster.recovery_metrics()
+        | ledger_metrics(run.store)
+        | run.cluster.router.metrics()
+        | (run.curriculum.metrics() if run.curriculum is not None else {})
+        | run.failures.metrics()
+        | run.folder.storage_metrics()
+    )
+
+
+async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
+    """Check the save in progress, and begin this step's if it is due. Returns metrics of a save that ended."""
+    config = run.cluster.config
+    metrics = await run.saver.check()
+    if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
+        await begin_checkpoint(run, step, score=score)
+    return metrics
+
+
+async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
+    """Begin to save the store's version with its finished groups, which a resumed run need not generate again.
+
+    A synchronous run keeps no groups, as it repeats them. The state is taken at one moment, before the first await:
+    groups that finish later are generated again.
+    """
+    store, next_group_id = run.store, run.store.next_untrained_id
+    waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
+    kept_ids = {*done_ahead, *(group.summary.group_id for group in waiting)}
+    files: dict[str, str] = {}
+    if run.curriculum is not None:
+        files = run.curriculum.state(lambda group_id: group_id < next_group_id or group_id in kept_ids)
+    kept = KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
+    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept, files=files)
+
+
+def ledger_metrics(store: Store) -> dict[str, float]:
+    """Return the number of groups by state, and how long the oldest ready one has waited.
+
+    Raises:
+        AssertionError: a group was lost or counted twice.
+    """
+    ledger = store.ledger()
+    assert ledger.balances(), f"the ledger does not balance: {ledger}"
+    queue = {"queue/oldest_ready_s": store.oldest_ready_s(), "ledger/reissued": float(store.reissued_for.total())}
+    dropped = {f"ledger/dropped/{reason}": float(count) for reason, count in sorted(store.dropped_for.items())}
+    return queue | dropped | {f"ledger/{name}": float(count) for name, count in sorted(asdict(ledger).items())}
+
+
+log = logging.getLogger(__name__)
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Told of each step with its metrics. May raise `StopTraining`; whatever it raises, the step is saved first."""
+"""Callback with each step and its metrics. May raise `StopTraining`. If it raises anything, the step is saved first."""
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:
-    """Everything behind `rayapp train`: check, warm up, start the actors, train, export, end the actors.
+    """Run `rayapp train`: check, warm up, start the actors, train, export, end the actors.
 
     Raises:
         UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
@@ -55,7 +183,8 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
                 "run.name."
             )
             return
-        with one_connection():
+        # Enclose the connection: when it ends, Ray logs the unread errors of lost groups.
+        with tracebacks_in(folder.path / "faults.log", log.warning), one_connection():
             if config.warmup.num_steps:
                 config = warm_up(config)
             run_until_done(_run(config, folder, on_step))
@@ -69,7 +198,7 @@ async def _run(config: Config, folder: RunFolder, on_step: OnStep | None = None)
             step = await train_through_losses(config, cluster, folder, tracker, on_step)
             tracker.phase("exporting")
             with folder.pending_final(step) as pending:
-                await cluster.learners.export_hf(pending)
+                await cluster.export_hf(pending)
             tracker.note(f"final model: {folder.uri}/final; look at the run with: rayapp view {folder.uri}")
     write_reward_plot(folder.path)
 
@@ -77,7 +206,7 @@ async def _run(config: Config, folder: RunFolder, on_step: OnStep | None = None)
 async def train_through_losses(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """`train`, and again from the last checkpoint with new learners whenever one was lost."""
+    """Call `train`; when learners are lost, start new ones and train again from the last checkpoint."""
     while True:
         try:
             return await train(config, cluster, folder, tracker, on_step)
@@ -97,7 +226,7 @@ async def train(
     """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`.
 
     Returns:
-        The last step: that one, or the one at which `on_step` raised StopTraining.
+        The last step: `num_steps`, or the step at which `on_step` raised StopTraining.
     """
     run = await open_run(cluster, folder, tracker)
     version = run.store.version
@@ -123,8 +252,8 @@ async def train(
     return step
 
 
-async def _is_over(run: Run, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Tell a program of the step. True if it wants no more; then, and if it fails, the step is saved."""
+async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
+    """Call `on_step`; return True if it raises StopTraining. Then, and on other errors, the step is saved."""
     try:
         told = on_step(step, metrics)
         if told is not None:
@@ -138,7 +267,7 @@ async def _is_over(run: Run, step: int, metrics: Mapping[str, float], on_step: O
         raise
 
 
-async def _save_now(run: Run, step: int) -> None:
+async def _save_now(run: Training, step: int) -> None:
     await run.saver.finish()
     last = run.folder.checkpoints.latest()
     if last is None or last.version < step:
@@ -146,11 +275,11 @@ async def _save_now(run: Run, step: int) -> None:
         await run.saver.finish()
 
 
-async def _take_and_train(run: Run, step: int) -> dict[str, float]:
+async def _take_and_train(run: Training, step: int) -> dict[str, float]:
     phases = step_phases(run)
     with about(step=step):
         with phases("rollout"):
             async with unstalled(run.watchdog, f"groups of step {step}"):
                 groups = await run.store.take(run.cluster.config.train.groups_per_step)
-        # A stop waits for a step that has begun to train: half of one can't be saved.
+        # A stop waits for a step that has begun to train, as half a step can't be saved.
         return await finish_then_cancel(train_step(run, step, groups, phases))

@@ -1,8 +1,8 @@
-"""Which server samples which group. One `Router` in the driver, which knows every group that is in flight.
+"""Chooses the server that samples a group. One `Router` in the driver knows all groups in flight.
 
-A group stays where it began: its trajectories share their prompt in that server's prefix cache, and each turn of a
-trajectory finds the turns before it there. A group that starts alone goes to the server with the fewest groups; groups
-of a cohort are dealt out by their place in it, so that a synchronous run repeats. Pure counting, no Ray.
+A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
+trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
+a cohort are assigned by their place in it, so that a synchronous run repeats. Pure counting, no Ray.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
 
 _ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
 
 
 class Router:
-    """See the module.
+    """Assigns groups to servers.
 
     Args:
         num_servers: at least one.
-        is_up: whether the server of this index can be asked now; one that is being replaced gets nothing new as long as
-            there is another.
+        is_up: returns whether the server of this index is available; a server that is being replaced gets no new groups
+            unless there is no other.
     """
 
     def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:
@@ -33,7 +33,7 @@ class Router:
 
     @contextmanager
     def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
-        """The request with its server, which counts as loaded with it while the block runs."""
+        """Context manager for the request with its server; the group counts as the server's load in the block."""
         server = self._seat(request)
         self._in_flight[server] += 1
         try:
@@ -49,7 +49,7 @@ class Router:
         return min(up, key=lambda server: (self._in_flight[server], server))
 
     def metrics(self) -> dict[str, float]:
-        """`routing/*`: groups in flight on the server with the most and the one with the fewest."""
+        """Return `routing/*`: groups in flight on the server with the most and on the one with the fewest."""
         return {
             "routing/groups_max": float(max(self._in_flight)),
             "routing/groups_min": float(min(self._in_flight)),
@@ -57,17 +57,17 @@ class Router:
 
 
 class AnyServer:
-    """`RolloutEngine` over several: each request, which knows nothing of others, goes to the one with the fewest.
+    """`RolloutEngine` over several servers: each request goes to the one with the fewest requests.
 
     Args:
-        is_up: as the Router's.
+        is_up: see `Router`.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
         self._engines = engines
         self._router = Router(len(engines), is_up=is_up)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """See `RolloutEngine`."""
         with self._router.placed(_ALONE) as placed:
             assert placed.server is not None

@@ -1,32 +1,88 @@
-"""What every step of a run works with, put together once, by the driver. Used by `rayapp.driver.feeding` and
-`rayapp.driver.step`."""
+"""Opens a run: makes the objects that every step uses, and restores the last checkpoint.
+
+The driver calls `open_run` once; `rayapp.driver.feeding` and `rayapp.driver.loop` use the result.
+
+`BestMetric` reads `checkpoint.best_metric` from each step's metrics, as the score of the checkpoint saved after it. If
+no step can have a metric of that name, the first trained step raises an error with similar names.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import difflib
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rayapp.config.config import Config
-from rayapp.core.errors import CheckpointDamagedError, CheckpointError
+from rayapp.core.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from rayapp.driver.cluster import Cluster, LearnerGroup
-from rayapp.driver.dynamic_sampling import DynamicSampling
-from rayapp.driver.failures import FailureBudget
+from rayapp.driver.group_rules import DynamicSampling, FailureBudget
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
 from rayapp.rollout.curriculum import Curriculum
-from rayapp.runs.best_metric import BestMetric
+from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.kept_groups import KeptGroups
 from rayapp.runs.tracking.trackers import RunTracker
+
+TASK, EVAL = "task/", "eval/"
+
+
+class BestMetric:
+    """Reads the score of a checkpoint from a step's metrics, and checks its name."""
+
+    def __init__(self, config: Config) -> None:
+        self._name = config.checkpoint.best_metric
+        self._is_checked = config.checkpoint.keep_best == 0
+
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the best_metric of the step with these metrics; None if it is missing or not finite.
+
+        Raises:
+            ConfigError: no step will ever have this metric.
+        """
+        value = metrics.get(self._name)
+        if not self._is_checked and _tells(self._name, metrics):
+            self._is_checked = True
+            if value is None:
+                self._check(metrics)
+        return value if value is not None and math.isfinite(value) else None
+
+    def _check(self, metrics: Mapping[str, float]) -> None:
+        """Raise ConfigError unless a step with groups of another task may have the metric."""
+        per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
+        if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
+            return
+        near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
+        raise ConfigError(
+            f"checkpoint.best_metric is {self._name!r}, which is no metric of this run, so checkpoint.keep_best would "
+            f"keep nothing.{meant}"
+        )
+
+
+def _tells(name: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether a step with these metrics would have the metric if its name were right.
+
+    A step without an evaluation lacks its metrics, and a step that computed nothing lacks many of the learner's.
+    """
+    if name.startswith(EVAL):
+        return any(other.startswith(EVAL) for other in metrics)
+    return metrics.get("learner/share_computed", 0.0) > 0
+
+
+def _in_any_task(name: str) -> str:
+    """Shorten `task/NAME/reward/mean` to `reward/mean`. A task's name may be a path with slashes."""
+    return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name
+
 
 Store = TrajectoryStore[object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What every step of a run works with."""
+class Training:
+    """Objects that every step of a run uses."""
 
     cluster: Cluster
     folder: RunFolder
@@ -38,16 +94,16 @@ class Run:
     watchdog: Watchdog
     best: BestMetric
     curriculum: Curriculum | None
-    """None where prompts come in turn."""
+    """None if prompts are taken in turn."""
 
 
-async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Run:
-    """A run where its last whole checkpoint left it; the learners hold its weights, the servers do not yet."""
+async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
+    """Open a run at its last whole checkpoint. The learners then hold its weights; the servers don't yet."""
     config = cluster.config
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     curriculum = await open_curriculum(cluster, folder)
-    return Run(
+    return Training(
         cluster=cluster,
         folder=folder,
         tracker=tracker,
@@ -79,13 +135,13 @@ def _open_store(
 
 
 def straggler_window(config: Config) -> int:
-    """Groups that may be trained before one that is still being generated."""
+    """Return how many groups may be trained before an earlier one that is still being generated."""
     window = config.train.straggler_window
     return config.train.groups_per_step if window is None else window
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """The curriculum of a run that begins or goes on from its last checkpoint; None where prompts come in turn."""
+    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts are taken in turn."""
     if not cluster.config.algorithm.curriculum.enabled:
         return None
     checkpoint = folder.checkpoints.latest()
@@ -96,19 +152,19 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
 async def restore(
     learners: LearnerGroup, folder: RunFolder, *, note: Callable[[str], None]
 ) -> tuple[int, int, KeptGroups]:
-    """Load the last whole checkpoint into the learners; one whose weights are no numbers is refused for the one before.
+    """Load the last whole checkpoint into the learners, or an earlier one if its weights are not finite.
 
     Returns:
-        Its version, the next group id, and the groups it kept; (0, 0, nothing) without one.
+        Its version, the next group id, and the groups it kept; (0, 0, nothing) without a checkpoint.
     Raises:
-        CheckpointError: it is of another model, or of another step than it says.
-        RunFolderError: there are checkpoints, and none of them can be used.
+        CheckpointError: the checkpoint is of another model, or its step is not the one that its name says.
+        RunFolderError: there are checkpoints, but none of them can be used.
     """
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
         try:
             version = await learners.load_checkpoint(checkpoint.path / "learner")
         except CheckpointDamagedError as error:
-            folder.checkpoints.refuse(checkpoint, str(error))
+            folder.checkpoints.refuse(checkpoint.path, str(error))
             continue
         if version != checkpoint.version:
             raise CheckpointError(f"{checkpoint.path} holds the weights of step {version}: delete it, or its run.")
@@ -116,7 +172,8 @@ async def restore(
         folder.truncate_after(version)
         note(f"resumed from step {version} ({checkpoint.path})")
         return version, checkpoint.next_group_id, kept
-    folder.truncate_after(-1)
+    if num_steps := folder.truncate_after(-1):
+        note(f"there is no checkpoint yet: the run begins anew, and its {num_steps} recorded steps are cut")
     return 0, 0, KeptGroups()
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of a run from the driver's side: begun after a step, committed while later steps are trained.
+"""The driver's side of checkpoints: begins them after a step, and commits them while later steps are trained.
 
-The learners copy their state to host memory and write it in threads; one task of the driver's asks them whether they
-are done and then commits the folder. At most one checkpoint is being written. Used by the driver only.
+The learners copy their state to host memory and write it in threads; a task of the driver polls them until they are
+done and then commits the folder. At most one checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from rayapp.core.errors import (
     TrainingAbortedError,
 )
 from rayapp.core.files import write_text
+from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.kept_groups import KeptGroups
 
 Begin = Callable[[int], Awaitable[None]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 SAVE_S = 900.0
-"""How long a run that stops may take to save what it has trained: a disk that hangs must not keep it."""
+"""Deadline for saving when a run stops, in case the disk hangs."""
 CLOSE_S = 300.0
-"""How long, after that, the actors may take to end and to give back what they hold."""
+"""Deadline after that for the actors to end and release their resources."""
 NOTHING_KEPT = KeptGroups()
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class SavingLearners(Protocol):
-    """The part of the learners that saves."""
+    """The learners' methods for saving."""
 
     def holds(self, version: int) -> bool:
-        """False in the middle of a step, and when it is another version."""
+        """Return whether the learners hold this version; False in the middle of a step."""
         ...
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None: ...
 
     async def checkpoint_done(self) -> bool:
-        """Raises CheckpointError when it can't be written."""
+        """Return whether the checkpoint is written. Raises CheckpointError if it can't be."""
         ...
 
 
 class Versioned(Protocol):
-    """What knows how many steps are done: a run's store, for one."""
+    """Object with the number of finished steps, such as a run's store."""
 
     @property
     def version(self) -> int: ...
 
 
 class CheckpointSaver:
-    """See the module. Its owner closes it with `saving`."""
+    """Begins, checks and commits checkpoints. Close it with `saving`."""
 
     def __init__(self, learners: SavingLearners, folder: RunFolder, *, asynchronous: bool) -> None:
         self._learners, self._folder, self._asynchronous = learners, folder, asynchronous
@@ -78,13 +78,13 @@ class CheckpointSaver:
         kept: KeptGroups = NOTHING_KEPT,
         files: Mapping[str, str] = NO_FILES,
     ) -> None:
-        """Start to save; returns when training may go on.
+        """Begin a checkpoint; returns when training may go on.
 
         Args:
-            kept: what a run that goes on from here need not generate again.
-            files: further state of the driver's: text by name.
+            kept: groups that a resumed run need not generate again.
+            files: other state of the driver, as text by file name.
         Raises:
-            CheckpointError, StorageFullError: this checkpoint, or the one before it, can't be written.
+            CheckpointError, StorageFullError: this checkpoint, or the previous one, can't be written.
         """
         await self.finish()
         pending = self._folder.checkpoints.begin(version)
@@ -115,15 +115,15 @@ class CheckpointSaver:
         self._seconds = time.monotonic() - started
 
     def can_save(self, version: int) -> bool:
-        """False in the middle of a step: what the learners hold is not this version."""
+        """Return whether the learners hold this version; False in the middle of a step."""
         return self._learners.holds(version)
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
-        """Free the room of a checkpoint that fails, at once: a full disk would stop the next step too."""
+        """Delete the files of a checkpoint that fails at once, as a full disk would also stop the next step."""
         try:
             yield
-        except Exception as error:  # not a cancellation: a thread may be committing it at this moment
+        except Exception as error:  # except cancellation: a thread may be committing it at this moment
             await asyncio.to_thread(self._folder.checkpoints.clear_pending)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
@@ -133,20 +133,20 @@ class CheckpointSaver:
         """Wait until nothing is being written. Raises as `begin` does."""
         if self._writing is None:
             return
-        # Who is told to stop while it waits here does not end the save: it is finished, or given up by `close`.
+        # If the caller is cancelled here, the save goes on: `finish` is called again, or `close` gives it up.
         await asyncio.wait([self._writing])
         writing, self._writing = self._writing, None
         await writing
 
     async def check(self) -> dict[str, float]:
-        """After each step: hear of a save that failed. Returns metrics of one that ended since."""
+        """Raise the error of a save that failed; return metrics of one that ended. Called after each step."""
         if self._writing is None or not self._writing.done():
             return {}
         await self.finish()
         return {"timing_s/checkpoint_write": self._seconds}
 
     async def close(self) -> None:
-        """Give up what is being written; its folder never counts. Idempotent."""
+        """Give up a checkpoint that is being written; its folder is never used. Idempotent."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -158,7 +158,7 @@ class CheckpointSaver:
 
 @asynccontextmanager
 async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
-    """Close the saver behind the block."""
+    """Context manager that closes the saver."""
     try:
         yield
     finally:
@@ -166,13 +166,13 @@ async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
 
 
 def is_due(step: int, every_steps: int, *, last: int) -> bool:
-    """True on every `every_steps`-th step (0: none of them) and on the last."""
+    """Return True on every `every_steps`-th step (0: none of them) and on the last."""
     return step == last or (every_steps > 0 and step % every_steps == 0)
 
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """Tell a person who stops the run in the block that it was noticed, then what is saved and what to do next."""
+    """When a user stops the run in the block, acknowledge it, then report what is saved and how to go on."""
     when_stopped(lambda: note("stopping: a step that has begun is ended and saved first; Ctrl-C again stops at once"))
     try:
         yield
@@ -188,16 +188,16 @@ def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iter
 async def saving_when_stopped(
     saver: CheckpointSaver, folder: RunFolder, store: Versioned, begin: Begin
 ) -> AsyncIterator[None]:
-    """A run that is stopped saves the steps since its last checkpoint first.
+    """Save the steps since the last checkpoint when the run is stopped in the block.
 
-    It is stopped by a person (Ctrl-C, SIGTERM, `ray job stop`), by a stall, or because a process was lost too often. In
-    the middle of a step there is nothing whole to save, and the last checkpoint stays what the run goes on from. One
-    that trains on noise (TrainingAbortedError) only ends the save that is under way.
+    A user (Ctrl-C, SIGTERM, `ray job stop`), a stall, or a process that was lost too often can stop it. In the middle
+    of a step nothing can be saved, and the run resumes from its last checkpoint. After a TrainingAbortedError only the
+    save in progress is finished.
 
     Args:
-        begin: starts to save the store's version.
+        begin: begins to save the store's version.
     Raises:
-        CheckpointError: a person stopped it, and it can't be saved. Else a warning says so, beside what stopped it.
+        CheckpointError: a user stopped the run, and it can't be saved. In other cases this is only logged.
     """
     save = partial(_save_at_the_end, saver, folder, store, begin)
     try:
@@ -207,7 +207,7 @@ async def saving_when_stopped(
         raise
     except (StalledError, RestartsUsedUpError, TrainingAbortedError) as reason:
         try:
-            # Not interrupted: that a process was lost too often is found by others too, who stop the run as well.
+            # Shield it: several tasks may find that a process was lost too often, and each stops the run.
             await finish_then_cancel(_finish(saver) if isinstance(reason, TrainingAbortedError) else save())
         except RayappError as error:
             log.warning("%s", error)
@@ -236,14 +236,18 @@ async def _finish(saver: CheckpointSaver) -> None:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Raises CheckpointError: the block took too long. Then the process, which may hang on a disk, ends by force."""
+    """Limit the block to SAVE_S, and end the process by force later if it hangs on a disk.
+
+    Raises:
+        CheckpointError: the block took too long, or the learners were lost.
+    """
     end_process_after(SAVE_S + CLOSE_S)
     limit = asyncio.timeout(SAVE_S)
     try:
         async with limit:
             yield
     except LearnersLostError as error:
-        # Not as itself: the run would start new learners and go on.
+        # Raise another type: on a LearnersLostError the run would start new learners and go on.
         raise CheckpointError(f"the steps since the last checkpoint are not saved: {error}") from error
     except TimeoutError:
         if not limit.expired():

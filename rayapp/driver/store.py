@@ -4,10 +4,10 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-It holds at most `(max_staleness + 1) * groups_per_step` groups that are not yet trained. A slot is freed by `release`
-only, and the driver calls that after the new weights have reached every server: a slot freed earlier would let a prompt
-start on weights about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
-`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: what it stores is opaque.
+It holds at most `(max_staleness + 1) * groups_per_step` untrained groups. Only `release` frees slots, and the driver
+calls it after the new weights have reached every server: a slot freed earlier would let a prompt start on weights about
+to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
+`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored references are opaque.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rayapp.core.types import GroupSummary
-from rayapp.driver.dynamic_sampling import EQUAL_REWARDS
+from rayapp.driver.group_rules import EQUAL_REWARDS
 
 RefT = TypeVar("RefT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup(Generic[RefT]):
-    """A finished group: its numbers, and where it is."""
+    """A finished group: its summary, and a reference to it."""
 
     summary: GroupSummary
     ref: RefT
-    """Reference to the `Group` in the object store; never resolved by the driver."""
+    """Reference to the `Group` in the object store; the driver never resolves it."""
     ready_at_s: float = field(default_factory=time.monotonic)
-    """When it was finished, on the monotonic clock."""
+    """Time when it finished, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """How many groups are in each state. Every group is in exactly one."""
+class GroupCounts:
+    """Number of groups in each state. Every group is in exactly one."""
 
     admitted: int
     ready: int
@@ -47,27 +47,26 @@ class Ledger:
     trained: int
     dropped: int
     issued: int
-    """Ids handed out so far; the five above add up to it."""
+    """Ids handed out so far: the sum of the five counts above."""
 
     def balances(self) -> bool:
         return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
 
 
 class TrajectoryStore(Generic[RefT]):
-    """See the module's diagram.
+    """Store of groups between rollouts and training, see the module's diagram.
 
     Args:
         groups_per_step: groups that one optimizer step trains on.
         max_staleness: optimizer steps a group may be behind the weights that train on it.
         version: policy version that the servers hold now.
-        num_groups: groups that this run still trains on; no more than these, and those in place of dropped ones, are
-            ever admitted.
-        next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
+        num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
+        next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
         straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
-            0 keeps their order. None may wait so long that it grows too stale, whatever this is.
+            0 keeps the order of ids. In any case a group is waited for before it could grow too stale.
         waiting: finished groups that a checkpoint kept.
         done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
-        refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
+        refuses: returns whether to drop a finished group, given its summary and its place in the step.
     """
 
     def __init__(
@@ -95,13 +94,13 @@ class TrajectoryStore(Generic[RefT]):
         self._num_issued = len(waiting)
         self._admitted: set[int] = set()
         self._admitted_for: dict[int, int] = _oldest_versions(waiting)
-        """Version that each group in generation, or ready, was admitted for: nothing older can have sampled it."""
+        """Version that each group in generation, or ready, was admitted for: the oldest that can have sampled it."""
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
         self._never_again = frozenset((*self._ready, *done_ahead))
         """Ids that a checkpoint has kept, or counted as done."""
         self._overtaken: Counter[int] = Counter()
-        """By group in generation, how many groups with higher ids were taken since it was admitted."""
+        """Number of groups with higher ids that were taken since each group in generation was admitted."""
         self._training: set[int] = set()
         self._num_trained = 0
         self._dropped_since_release: set[int] = set()
@@ -111,14 +110,14 @@ class TrajectoryStore(Generic[RefT]):
 
     @property
     def version(self) -> int:
-        """Policy version on which a group admitted now is generated."""
+        """Policy version that generates a group admitted now."""
         return self._version
 
     async def reserve(self) -> tuple[list[int], int]:
-        """Wait for a free slot, then take all that are free: groups that start together, on the same weights.
+        """Wait for a free slot, then take all free ones, for groups that start together on the same weights.
 
         Returns:
-            Their ids, and the policy version they must be generated on.
+            Ids of the groups, and the policy version that must generate them.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free() > 0)
@@ -141,30 +140,37 @@ class TrajectoryStore(Generic[RefT]):
 
     def _num_free(self) -> int:
         if self._max_staleness == 0 and self._admitted:
-            # Synchronous runs repeat to the last bit: what replaces dropped groups starts together, once all are done,
-            # and not with whichever was dropped first.
+            # Synchronous runs repeat to the last bit: replacements of dropped groups start together, once all groups
+            # are done, and not one by one in the order of the drops.
             return 0
         in_store = len(self._admitted) + len(self._ready) + len(self._training)
         still_wanted = self._num_groups - self._num_trained - in_store
         return min(self._capacity - in_store, still_wanted)
 
     async def finish(self, summary: GroupSummary, ref: RefT) -> None:
-        """A group is generated and scored. Each admitted group finishes or is dropped exactly once."""
+        """Store a group that is generated and scored. Each admitted group finishes or is dropped exactly once."""
         async with self._changed:
             if summary.group_id not in self._admitted:
                 raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
             self._leave(summary.group_id)
             if self._refuses(summary, self._place(summary.group_id)):
-                self._count_dropped(summary.group_id)
+                self._count_dropped(summary.group_id, EQUAL_REWARDS)
             else:
                 self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
             self._changed.notify_all()
 
+    async def drop(self, group_id: int, reason: str) -> None:
+        """Drop an admitted group that can't be generated; the next prompt takes its place."""
+        async with self._changed:
+            self._leave(group_id)
+            self._count_dropped(group_id, reason)
+            self._changed.notify_all()
+
     def reissue(self, group_id: int, reason: str) -> int:
-        """An admitted group was lost with the process that made it, and is generated again. Nothing of it was kept.
+        """Mark an admitted group that was lost with its process, and must be generated again from the start.
 
         Returns:
-            The policy version it is generated on now: the servers may have got newer weights since it was admitted.
+            The policy version that generates it now: the servers may have newer weights since it was admitted.
         """
         if group_id not in self._admitted:
             raise AssertionError(f"group {group_id} issued again for {reason}, but it is not being generated")
@@ -176,11 +182,11 @@ class TrajectoryStore(Generic[RefT]):
         self._overtaken.pop(group_id, None)
 
     def _place(self, group_id: int) -> int:
-        """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
+        """Return the group's index among those admitted for the next step; below 0 for groups of earlier steps."""
         return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
 
-    def _count_dropped(self, group_id: int) -> None:
-        self.dropped_for[EQUAL_REWARDS] += 1
+    def _count_dropped(self, group_id: int, reason: str) -> None:
+        self.dropped_for[reason] += 1
         del self._admitted_for[group_id]
         if self._max_staleness == 0:
             self._dropped_since_release.add(group_id)
@@ -188,10 +194,10 @@ class TrajectoryStore(Generic[RefT]):
             self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """The next `num_groups` groups, oldest first, once that many are ready and no straggler is in their way.
+        """Return the next `num_groups` groups, oldest first, once that many are ready and none must be waited for.
 
-        Order of ids, not of arrival: what a step trains on must not depend on which server was faster. Within
-        `straggler_window` groups pass one that is still being generated, unless it could then grow too stale.
+        Groups are taken in the order of ids, not of arrival: a step's groups must not depend on which server was
+        faster. Up to `straggler_window` groups pass one that is still being generated, unless it could grow too stale.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
@@ -208,7 +214,7 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Ids of the next step, or None while it has to wait. Asked after each group that finishes."""
+        """Return the ids of the next step, or None while it has to wait. Called after each group that finishes."""
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]
@@ -224,14 +230,14 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Whether every other group can still be trained in time, at `groups_per_step` a step."""
+        """Return whether every other group can still be trained in time, at `groups_per_step` a step."""
         taken = set(ids)
         rest = sorted(
             self._admitted_for[group_id] + self._max_staleness
             for group_id in (*self._admitted, *self._ready)
             if group_id not in taken
         )
-        # The n-th of them is trained in step 1 + n // groups_per_step after this one, by the version before that.
+        # The n-th of the rest is trained 1 + n // groups_per_step steps after this one.
         return all(last >= self._version + 1 + place // self._groups_per_step for place, last in enumerate(rest))
 
     def _check_staleness(self, summary: GroupSummary) -> None:
@@ -243,7 +249,7 @@ class TrajectoryStore(Generic[RefT]):
             )
 
     async def release(self, version: int) -> None:
-        """The taken groups are trained and every server holds `version`: their slots admit new prompts."""
+        """Free the slots of the taken groups: they are trained, and every server holds `version`."""
         async with self._changed:
             self._num_trained += len(self._training)
             self._done_ahead |= self._training
@@ -256,10 +262,10 @@ class TrajectoryStore(Generic[RefT]):
 
     @property
     def next_untrained_id(self) -> int:
-        """Where a resumed run starts handing out ids: groups in flight now are generated again, once.
+        """Return the first id that a resumed run hands out: groups in flight now are generated again.
 
-        In a synchronous run so are those dropped since the last release: what replaced them must start with the same
-        neighbours.
+        In a synchronous run so are groups dropped since the last release: their replacements must start together with
+        the same groups as before.
         """
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
         # Kept groups can be ahead of ids that have not been handed out again yet.
@@ -267,22 +273,22 @@ class TrajectoryStore(Generic[RefT]):
 
     @property
     def done_ahead(self) -> tuple[int, ...]:
-        """Ids above `next_untrained_id` that are trained or dropped: a resumed run must not hand them out again."""
+        """Return the ids above `next_untrained_id` that are trained or dropped, not to be handed out again."""
         first = self.next_untrained_id
         return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
 
     @property
     def waiting(self) -> list[StoredGroup[RefT]]:
-        """Finished groups that no step has taken yet, oldest first."""
+        """Return the finished groups that no step has taken yet, oldest first."""
         return [self._ready[group_id] for group_id in sorted(self._ready)]
 
     def oldest_ready_s(self) -> float:
-        """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""
+        """Return the seconds that the oldest finished group has waited to be trained on; 0 if none waits."""
         now = time.monotonic()
         return max((now - group.ready_at_s for group in self._ready.values()), default=0.0)
 
-    def ledger(self) -> Ledger:
-        return Ledger(
+    def ledger(self) -> GroupCounts:
+        return GroupCounts(
             admitted=len(self._admitted),
             ready=len(self._ready),
             training=len(self._training),
@@ -293,15 +299,15 @@ class TrajectoryStore(Generic[RefT]):
 
 
 def _num_above(group_id: int, ids: Sequence[int]) -> int:
-    """How many of these sorted ids are higher."""
+    """Return how many of these sorted ids are higher."""
     return len(ids) - bisect_right(ids, group_id)
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
-    """By id, the version that a kept group was admitted for at the earliest.
+    """Return by id the oldest version that each kept group can have been admitted for.
 
-    Groups are admitted in the order of their ids, so none was admitted for a newer version than a later one was sampled
-    by; one that was issued again was itself sampled by newer weights than that.
+    Groups are admitted in the order of their ids, so a group was admitted for no newer version than any later group was
+    sampled by. Its own version may be newer, if it was issued again.
     """
     versions: dict[int, int] = {}
     for group in sorted(waiting, key=lambda stored: stored.summary.group_id, reverse=True):

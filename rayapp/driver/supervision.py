@@ -1,14 +1,14 @@
-"""Keeping the processes of a run alive: who is gone or hangs is started again, made ready, and only then used.
+"""Supervises the processes of a run: restarts those that are gone or hang, and makes them ready before they are used.
 
-One `Supervisor` per run, in the driver. It knows its members by a protocol, not by Ray: `actors.setup.members` has the
-real ones, tests have scripted ones. Learners are not members, as one that dies takes the others' step with it: the
-driver starts them all again from the last checkpoint.
+One `Supervisor` per run, in the driver. Its members are processes behind a protocol that is independent of Ray:
+`actors.members` has the real ones, tests have scripted ones. Learners are not members: when one dies, the step of all
+is lost, and the driver starts them all again from the last checkpoint.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up
                          '--restarts used up--> RestartsUsedUpError ends the run
 
-Pings judge a process that is up. One that is being started has a deadline of its own, `revive_timeout_s`: on a busy
-machine a fresh process answers late, and taking it for hung would end it again and again.
+Pings check processes that are up. A process that is being started has its own deadline, `revive_timeout_s`: on a busy
+machine a new process answers late, and with the ping's deadline it would be killed again and again.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ log = logging.getLogger(__name__)
 BIRTH_POLL_S = 0.1
 
 
-class Member(Protocol):
-    """One process that can be replaced while the others go on. Every method raises RayappError for what went wrong."""
+class Watched(Protocol):
+    """A process that can be replaced while the others go on. Every method raises RayappError on failure."""
 
     @property
     def name(self) -> str: ...
 
     async def incarnation(self, timeout_s: float) -> str:
-        """Which start of the process answers: another text after every start.
+        """Return an id of this start of the process; it differs after every restart.
 
         Raises:
-            ProcessDiedError: none does.
+            ProcessDiedError: there is no process.
             DeadlineError: it hangs.
         """
         ...
 
     async def ping(self, timeout_s: float) -> str:
-        """`incarnation`, from a process that can do its work now."""
+        """Return the `incarnation` if the process can do its work now."""
         ...
 
     async def kill(self) -> None:
-        """End the process, so that Ray starts it again. Idempotent; one that hangs ends too."""
+        """End the process, even if it hangs, so that Ray starts it again. Idempotent."""
         ...
 
     async def revive(self) -> None:
-        """Make a process that has just started as useful as the one before it was."""
+        """Restore the state of a process that has just been restarted."""
         ...
 
 
@@ -67,18 +67,18 @@ async def _at_once(name: str) -> None:
 
 
 class Supervisor:
-    """See the module.
+    """Watches and restarts the members.
 
     Args:
-        members: all of them up.
-        revive_timeout_s: deadline of one that is being started.
-        report: told in a line what is gone and what has been started again.
-        may_start: returns when there is room for the member of this name, which counts for no deadline.
+        members: processes to watch, all of them up.
+        revive_timeout_s: deadline of a process that is being started.
+        report: gets a line for each process that is lost or restarted.
+        may_start: returns when there is room for the member of this name; the wait does not count for the deadline.
     """
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[Watched],
         recovery: RecoverySection,
         *,
         revive_timeout_s: float,
@@ -95,12 +95,12 @@ class Supervisor:
         self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
-        """By name, over the run."""
+        """Restarts by name, over the run."""
         self.seconds_down = 0.0
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look after the members while the block runs; what can't be helped is raised from the block.
+        """Context manager that watches the members; raises an error from the block if one can't be restarted.
 
         Raises:
             RestartsUsedUpError: a member died too often.
@@ -121,7 +121,7 @@ class Supervisor:
             await self._check(name)
 
     async def settled(self) -> None:
-        """Return once every member answers; what is gone is started again first. Call it after any call has failed.
+        """Return when every member answers, after restarting those that are gone. Call it after any failed call.
 
         Raises:
             RestartsUsedUpError: a member died too often.
@@ -129,18 +129,18 @@ class Supervisor:
         await asyncio.gather(*(self._owned(self._check(name), name) for name in self._members))
 
     def is_up(self, name: str) -> bool:
-        """False while it is being replaced."""
+        """Return whether the member is up; False while it is being replaced."""
         return name not in self._down
 
     def incarnation(self, name: str) -> str:
-        """The start of the member that is up; empty while it is being replaced."""
+        """Return the incarnation of a member that is up; empty while it is being replaced."""
         return self._incarnations[name] if self.is_up(name) else ""
 
     async def condemn(self, name: str, incarnation: str, reason: str) -> None:
-        """A member answers, but must not go on as it is: replace it, unless this start of it is gone already.
+        """Replace a member that answers but can't be used, unless this incarnation is gone already.
 
         Args:
-            incarnation: what `incarnation` said when it failed. One that was being replaced then is made ready anyway.
+            incarnation: value of `incarnation` at the failure. If empty, the member is being replaced anyway.
         """
         await self._owned(self._condemn(name, incarnation, reason), name)
 
@@ -150,22 +150,23 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Wait for work on a member that goes on when the caller is stopped: half replaced, the member would be lost a
-        second time, or be taken for up."""
+        """Await work on a member, which goes on if the caller is cancelled.
+
+        A half-replaced member would be lost a second time, or be taken for up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
         await asyncio.shield(task)
 
     async def _check(self, name: str) -> None:
-        # One at a time for each member: whoever comes second finds it replaced.
+        # One check at a time for each member: a second caller finds it replaced.
         async with self._locks[name]:
             reason, must_kill = await self._why_down(self._members[name])
             if reason:
                 await self._replace(self._members[name], reason, must_kill=must_kill)
 
-    async def _why_down(self, member: Member) -> tuple[str, bool]:
-        """Why it has to be replaced (empty: it is up), and whether an old process is still there to be ended."""
+    async def _why_down(self, member: Watched) -> tuple[str, bool]:
+        """Return why the member must be replaced (empty: it is up), and whether its old process must be killed."""
         known = self._incarnations[member.name]
         try:
             if await member.ping(self._recovery.ping_timeout_s) == known:
@@ -178,15 +179,15 @@ class Supervisor:
         except RayappError as error:
             return str(error), await self._is_still(member, known)
 
-    async def _is_still(self, member: Member, incarnation: str) -> bool:
+    async def _is_still(self, member: Watched, incarnation: str) -> bool:
         try:
             return await member.incarnation(self._recovery.ping_timeout_s) == incarnation
         except RayappError as error:
             return not isinstance(error, ProcessDiedError)
 
-    async def _replace(self, member: Member, reason: str, *, must_kill: bool) -> None:
+    async def _replace(self, member: Watched, reason: str, *, must_kill: bool) -> None:
         self._report(f"lost {member.name}: {reason}")
-        log.warning("lost %s: %s", member.name, reason)
+        log.info("lost %s: %s", member.name, reason)  # info only: the report has told the user
         started = time.monotonic()
         self._down.add(member.name)
         while True:
@@ -199,7 +200,7 @@ class Supervisor:
                     await self._revive(member)
                 break
             except RayappError as error:
-                # Asked, and not read from the error: it may be about another process that this one needs.
+                # Check the process itself: the error may be about another process that this one needs.
                 reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
                 reason, must_kill = f"it was not ready again within {self._revive_timeout_s:g} s.", True
@@ -208,20 +209,20 @@ class Supervisor:
         self.seconds_down += seconds
         self._report(f"replaced {member.name} after {seconds:.1f} s (restart {self.restarts[member.name]})")
 
-    async def _revive(self, member: Member) -> None:
-        """Wait for a new process, make it ready, and remember it."""
+    async def _revive(self, member: Watched) -> None:
+        """Wait for a new process, make it ready, and store its incarnation."""
         known = self._incarnations[member.name]
-        # Ray has no event for a restart of an actor: asking is the only way to know.
+        # Ray has no event for an actor's restart, so poll.
         while (born := await self._born(member)) in ("", known):  # noqa: ASYNC110
             await asyncio.sleep(BIRTH_POLL_S)
         self._incarnations[member.name] = born
         await member.revive()
 
-    async def _born(self, member: Member) -> str:
+    async def _born(self, member: Watched) -> str:
         try:
             return await member.incarnation(self._recovery.ping_timeout_s)
         except (ProcessUnavailableError, DeadlineError):
-            # Not there yet, or there and still importing: how long that may take is `revive_timeout_s`.
+            # Not started yet, or still importing; `revive_timeout_s` limits that.
             return ""
 
     def _count(self, name: str, reason: str) -> None:
@@ -234,5 +235,5 @@ class Supervisor:
         self.restarts[name] += 1
 
     def metrics(self) -> dict[str, float]:
-        """`recovery/*`: restarts and seconds without a member, over the run so far."""
+        """Return `recovery/*`: restarts and seconds without a member, over the run so far."""
         return {"recovery/restarts": float(self.restarts.total()), "recovery/seconds_down": self.seconds_down}

@@ -1,8 +1,8 @@
-"""Notices when a run makes no progress although every process answers: says who waits for what, then stops the run.
+"""Detects that a run makes no progress although every process answers: reports all waits, then stops the run.
 
-One `Watchdog` in the driver. A process that is gone or hangs is `supervision`'s; this is for what no deadline of a
-single call catches: two parts that wait for each other, a disk that never answers. The driver's waits run in it one by
-one, each in the task that waits, so that a stop ends what hangs and not somebody who waits for it.
+One `Watchdog` in the driver. `supervision` handles processes that are gone or hang; the watchdog is for stalls that no
+deadline of a single call catches, such as two parts that wait for each other, or a disk that never answers. Each of the
+driver's waits is watched in the task that waits, so that a stop ends the wait that hangs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from rayapp.core.aio import end_process_after, let_process_live
 from rayapp.core.errors import StalledError, one_error
 
 MAX_SHOWN = 20
-"""Waits that a report lists; the longest ones."""
+"""Most waits that a report lists, longest first."""
 DUMP_S = 120.0
-"""How long writing the stacks may take: a disk that hangs takes none."""
+"""Deadline for writing the stacks, in case the disk hangs."""
 LEAVE_S = 1200.0
-"""From the stop to the end of the process: what can be saved is saved (`rayapp.driver.saving.SAVE_S`), the actors
-end."""
+"""Deadline from the stop to the end of the process, for saving (`rayapp.driver.saving.SAVE_S`) and ending actors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,15 @@ class _Wait:
 
 
 class Watchdog:
-    """See the module.
+    """Reports and ends stalls.
 
     Args:
-        report_after_s: without progress, until it says who waits for what; again after as long.
-        stop_after_s: without progress, until it stops the run.
-        report: gets a line.
-        dump_stacks: where every process is, and the name of the file it was written to.
-        clock: in seconds.
-        leave_s: after a stop, or while the event loop does not run, until the process is ended by force.
+        report_after_s: seconds without progress until it reports the waits; it repeats the report at this interval.
+        stop_after_s: seconds without progress until it stops the run.
+        report: gets a line for each report.
+        dump_stacks: writes the stacks of every process, and returns the name of the file.
+        clock: time in seconds.
+        leave_s: seconds until the process is ended by force, after a stop or while the event loop does not run.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class Watchdog:
         self._has_stalled = False
 
     def progress(self, what: str) -> None:
-        """Something was finished: a group, a phase of a step."""
+        """Record progress: a group or a phase of a step has finished."""
         self._progress_at = self._clock()
         self._last = what
 
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
-        """`role` waits for `what` while the block runs; leaving it in order is progress."""
+        """Context manager in which `role` waits for `what`; leaving it without an error is progress."""
         wait = _Wait(role, what, self._clock())
         self._waits[id(wait)] = wait
         try:
@@ -85,10 +84,10 @@ class Watchdog:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch while the block runs.
+        """Context manager that watches its block.
 
         Raises:
-            StalledError: nothing was finished for stop_after_s. From the block, in an exception group.
+            StalledError: nothing was finished for stop_after_s. Raised from the block, in an exception group.
         """
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(), name="stall watchdog")
@@ -102,7 +101,7 @@ class Watchdog:
     async def _watch(self) -> None:
         reported_at = self._progress_at
         while True:
-            # Set anew as long as the event loop runs: else nothing in it could say that it does not.
+            # Postpone the forced end as long as the event loop runs; a loop that hangs can't report itself.
             end_process_after(self._stop_after_s + self._leave_s)
             await asyncio.sleep(min(self._report_after_s, self._stop_after_s) / 10)
             now = self._clock()
@@ -127,11 +126,11 @@ class Watchdog:
         try:
             async with asyncio.timeout(DUMP_S):
                 return f"The stacks of all processes are in {await self._dump_stacks()}."
-        except Exception as error:  # boundary: what hangs may be what they need
+        except Exception as error:  # boundary: dumping may hang on the same thing
             return f"The stacks could not be written ({type(error).__name__}: {error})."
 
     def describe(self) -> str:
-        """Who waits for what, longest first."""
+        """Describe all waits, longest first."""
         now = self._clock()
         waits = sorted(self._waits.values(), key=lambda wait: wait.since_s)
         shown = "; ".join(f"{w.role} for {w.what} since {now - w.since_s:.0f} s" for w in waits[:MAX_SHOWN])
@@ -140,17 +139,17 @@ class Watchdog:
 
 
 def stacks_of_this_process() -> str:
-    """Where each thread of this process is now."""
+    """Return the stack of each thread of this process."""
     frames = sys._current_frames().items()  # noqa: SLF001 - documented for this, whatever its name says
     return "\n".join(f"=== driver, thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
 
 
 @asynccontextmanager
 async def unstalled(watchdog: Watchdog, what: str) -> AsyncIterator[None]:
-    """Stop the block, in which the driver waits for `what`, when nothing goes on in the run.
+    """Context manager that stops its block, in which the driver waits for `what`, when the run makes no progress.
 
     Raises:
-        StalledError: with who waits for what.
+        StalledError: nothing was finished for too long; the message lists the waits.
     """
     with one_error(), watchdog.waiting("driver", what):
         async with watchdog.watching():

@@ -1,6 +1,6 @@
-"""The processes that vLLM starts import as little as the server does: 12 seconds of a core instead of 14.
+"""Makes the processes that vLLM starts import as little as the server does: 12 seconds of a core instead of 14.
 
-A spawned process reads what it is to call before the arguments of that: this module, then vLLM.
+A spawned process unpickles its target before the target's arguments: so it imports this module first, then vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
+from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 
 with large_imports(*UNUSED_BY_VLLM):
     from vllm.v1.engine import core, utils  # noqa: F401
@@ -18,7 +18,7 @@ with large_imports(*UNUSED_BY_VLLM):
 
 
 class _Context:
-    """What vLLM makes a process with, and beside that what it was."""
+    """vLLM's multiprocessing context, with its `Process` replaced."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
@@ -37,7 +37,7 @@ def _begin(target: Callable[..., None], kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def small_processes() -> Iterator[None]:
-    """Around what starts an engine."""
+    """Context manager for starting an engine whose processes import little."""
     with _trimmed(utils), _trimmed(multiproc_executor):
         yield
 

@@ -1,16 +1,16 @@
 """vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
 
-Used by the vllm-server actor, and directly by tests and tools. vLLM's names are known here and in `vllm_*` only.
+The vllm-server actor uses it, and tests and tools directly. Only this module and `vllm_*` use vLLM's names.
 
 Equal weights and seeds give equal completions, so that a resumed run repeats one that never stopped. For that the
 requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
-queued, in the order of request ids. Equal seeds alone would not do: on CPU, and wherever kernels choose their blocking
-by batch size, the last bits of a log-prob depend on which requests share a batch, and a sampled token can flip on them.
+queued, in the order of request ids. Equal seeds alone are not enough: on CPU, and wherever kernels choose their
+blocking by batch size, the last bits of a log-prob depend on which requests share a batch, and can flip a token.
 
-vLLM has two model runners. The second, which GPUs get, draws each request's noise from the request's own seed, and is
-given it. The first makes a torch generator per seed: that costs as much as the model's forward on a CPU, and crashes
-vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`); there the cohort's first seed seeds
-the generator of all.
+vLLM has two model runners. The second, used on GPUs, draws each request's noise from the request's own seed. The first
+would make a torch generator per seed: that costs as much as the model's forward on a CPU, and crashes vLLM 0.30 when a
+prompt is prefilled in parts (`CPU Generator does not use offset`). So there the cohort's first seed seeds one generator
+for all.
 """
 
 from __future__ import annotations
@@ -19,32 +19,26 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
-from rayapp.core.timing.stall_detection import InHand
-from rayapp.core.types import Completion, SamplingParams
-from rayapp.engine.cohorts import Cohorts, Request
-from rayapp.engine.concurrency import ConcurrencyLimit, Gate
-from rayapp.engine.token_versions import TokenVersions
-from rayapp.engine.vllm_adapter import adapter_request, is_adapter
-from rayapp.engine.vllm_arguments import set_process_environment, vllm_args
-from rayapp.engine.vllm_completions import vllm_sampling_params, whole_completion
-from rayapp.engine.vllm_output import EngineOutput, way_out
-from rayapp.engine.vllm_stats import EngineLoad
-from rayapp.engine.weights.buckets import TensorEntry
-from rayapp.storage.models.prefetch import with_local_model
+from rayapp.core.names import UNUSED_BY_VLLM, large_imports
+from rayapp.core.timing import InHand
+from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
+from rayapp.engine.completions import TokenVersions, vllm_sampling_params, whole_completion
+from rayapp.engine.vllm_arguments import adapter_request, is_adapter, is_on_gpu, set_process_environment, vllm_args
+from rayapp.engine.vllm_output import EngineLoad, EngineOutput, way_out
+from rayapp.engine.weights.buckets import SharedWeights
+from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-
-NO_CHECKSUMS: Mapping[str, int] = MappingProxyType({})
+Carried = Literal["group", "memory"]
 
 
 class VllmEngine:
@@ -52,11 +46,11 @@ class VllmEngine:
 
     Args:
         engine: vLLM's AsyncLLM.
-        load: the stat logger that vLLM calls after each step; it tells the gate how full the engine is.
-        gate: where requests without a cohort wait for room.
-        in_hand: the requests being served, and when one last got on; the watch over stalled servers asks it.
-        output: what the engine's processes write; errors name the cause that stands there.
-        patience_s: how long a request waits for its cohort.
+        load: stat logger that vLLM calls after each step; it updates the gate.
+        gate: admits requests without a cohort.
+        in_hand: requests being served, and the time of the last progress, to detect a stalled server.
+        output: output of the engine's processes, in which errors look for their cause.
+        patience_s: longest wait of a request for its cohort.
     """
 
     def __init__(
@@ -71,12 +65,16 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
-        """The runner draws each request's noise from the request's seed; see the module."""
+        """Whether the runner draws each request's noise from the request's seed; see the module."""
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
-        """The LoRA adapter that every prompt is sampled with, as vLLM's LoRARequest; None until one is loaded."""
+        """LoRA adapter that samples all completions, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
+        self._updating: Carried | None = None
+        """How the weights of an update come, from `begin_update` to `go_on`; stays set if the update breaks off."""
+        self._num_held = 0
+        """Tensors that the model was found to hold as the learner sent them in the last update."""
         self._changing = asyncio.Lock()
         """Lets either requests be started or weights be replaced: starting a request wakes a frozen engine."""
 
@@ -85,9 +83,9 @@ class VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
-            engine_args: vLLM's engine arguments, in place of those that follow from the configuration.
+            engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
-            EngineError: vLLM could not start; the message holds its reason.
+            EngineError: vLLM could not start; the message has the reason.
         """
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
@@ -99,7 +97,7 @@ class VllmEngine:
 
         output = EngineOutput()
         try:
-            gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
+            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config)))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config) | engine_args)
@@ -116,7 +114,7 @@ class VllmEngine:
         return self._load.scalars() | self._gate.scalars()
 
     async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
     ) -> Completion:
         """Sample one completion.
 
@@ -125,15 +123,15 @@ class VllmEngine:
             cohort_size: requests that start together with this one, itself included.
         Raises:
             EngineDeadError: the engine's process is gone.
-            EngineError: it refuses this request, or gave it up.
+            EngineError: the engine refuses this request, or gave it up.
         """
         request = Request(request_id, prompt_ids, sampling)
         with self.in_hand.one():
             if cohort_size > 1:
-                # A cohort does not wait for room: who ran together must not depend on how full the cache was.
+                # A cohort does not wait for the gate: which requests share a batch must not depend on the cache.
                 with self._gate.passing():
                     return await self._sample(request, cohort_size)
-            async with self._gate.seat(request.order()):
+            async with self._gate.seat(request_id):
                 return await self._sample(request, 1)
 
     async def _sample(self, request: Request, cohort_size: int) -> Completion:
@@ -156,13 +154,13 @@ class VllmEngine:
         return whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
-        """Tokens whose experts its completion is to bring; None where nobody trains on it."""
-        if not self._returns_experts or _purpose_of(request) != "group":
+        """Return the number of tokens whose experts the completion must have; None if it is not trained on."""
+        if not self._returns_experts or request.request_id.purpose != "group":
             return None
         return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
-        """Queue requests in the order of their ids, and let the scheduler see them all at once."""
+        """Queue requests in the order of their ids, while the scheduler is paused, so that it sees them all at once."""
         async with self._changing:
             try:
                 if len(cohort) > 1:
@@ -176,7 +174,7 @@ class VllmEngine:
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        """Queue one request, unless whoever asked for it has gone; it is aborted if they go meanwhile."""
+        """Queue one request unless its caller is gone; abort it if the caller goes away meanwhile."""
         if request.queue.done():
             return
         try:
@@ -193,10 +191,10 @@ class VllmEngine:
         await self._engine.abort(queue.request_id, internal=True)
 
     async def _add(self, request: Request) -> Any:
-        # The cache salt keeps prefix-cache blocks of different weights apart: old ones are never read again and leave
-        # by age, where a flush would cost the running requests theirs. It also keeps purposes apart: a cohort that
-        # found its prompts cached by an evaluation would compute other batches than one that did not.
-        purpose = _purpose_of(request)
+        # The cache salt separates prefix-cache blocks of different weights: old blocks are never read again and are
+        # evicted by age, while a flush would also drop those of running requests. It also separates purposes: a cohort
+        # whose prompts an evaluation had cached would be computed in other batches.
+        purpose = request.request_id.purpose
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
@@ -205,49 +203,14 @@ class VllmEngine:
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
-            queue = await self._engine.add_request(request.request_id, prompt, params, lora_request=self._adapter)
+            queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
         except Exception as error:  # boundary: vLLM
             raise self._engine_error(error, request.request_id) from error
 
-    async def load_weights(
-        self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int] = NO_CHECKSUMS
-    ) -> int:
-        """Replace the weights by those in a shared-memory file; requests in flight then go on from their tokens.
-
-        Args:
-            path: the file, as `WeightUpdateExtension.load_shared_weights` takes it.
-            entries: which tensor is where in it.
-            checksums: name -> checksum for a sample of the tensors, made by the learner.
-        Returns:
-            Number of tensors that the model was found to hold as the learner sent them.
-        Raises:
-            WeightSyncError: the engine may hold a mixture now; it must not generate.
-        """
-        async with self._changing:
-            await self._freeze()
-            num_held = await self._replace_weights(version, path, entries, checksums)
-            if self._versions.num_open:
-                await self._resume()
-        return num_held
-
-    async def _replace_weights(
-        self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
-    ) -> int:
-        try:
-            # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the load.
-            await self._wake("weights")
-            held = await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries), dict(checksums)))
-            await self._wake_kv_cache()
-        except Exception as error:  # boundary: vLLM
-            raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
-        self._adapter = adapter_request() if is_adapter(entries) else None
-        self.policy_version = version
-        return int(min(held))
-
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Join the process group that weights come through (vLLM's `init_weight_transfer_engine`).
+        """Join the process group for weight transfers (vLLM's `init_weight_transfer_engine`).
 
         Returns when all members have joined.
 
@@ -259,48 +222,69 @@ class VllmEngine:
         await self._transfer("leave", self._engine.collective_rpc("leave_weight_group"))
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
-    async def begin_update(self) -> None:
-        """Freeze the requests in flight and make the workers ready for weights, until `finish_update`.
+    async def begin_update(self, carried: Carried = "group") -> None:
+        """Freeze the requests in flight and prepare the workers for weights, until `finish_update`.
 
+        Args:
+            carried: through the group that the workers joined, or in shared memory.
         Raises:
-            WeightSyncError: a worker is not ready.
+            WeightSyncError: a worker is not ready, or an earlier update never ended; the engine must be replaced.
         """
+        if self._updating is not None:
+            raise WeightSyncError("an earlier weight update never ended: the engine may hold a mixture of two versions")
+        self._updating = carried
         await self._changing.acquire()
         await self._freeze()
-        await self._wake("weights")
-        await self._transfer("begin", self._engine.start_weight_update())
+        # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the update.
+        await self._transfer("wake", self._wake("weights"))
+        if carried == "group":
+            await self._transfer("begin", self._engine.start_weight_update())
 
-    async def receive_weights(self, update_info: Any) -> None:
-        """Load what `update_info` describes (vLLM's `update_weights`); returns when the workers have.
+    async def receive_weights(self, update: Any) -> None:
+        """Load weights, and return when the workers have.
 
+        Args:
+            update: `SharedWeights`, or vLLM's description of tensors that the group sends (its `update_weights`).
         Raises:
-            WeightSyncError: they may hold a mixture now; the engine must not generate.
+            WeightSyncError: the workers may hold mixed weights now; the engine must not generate.
         """
+        if isinstance(update, SharedWeights):
+            args = (update.path, list(update.entries), dict(update.checksums))
+            held = await self._transfer("receive", self._engine.collective_rpc("load_shared_weights", args=args))
+            self._num_held = int(min(held))
+            self._adapter = adapter_request() if is_adapter(update.entries) else None
+            return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
+        await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights and call them `version`. Nothing is sampled with them before `go_on`.
+        """Check the weights and set their version to `version`. They are not used before `go_on`.
 
-        Returns the number of tensors that the model was found to hold as the learner sent them.
-
+        Args:
+            checksums: name -> checksum of some tensors that the group sent. Shared weights bring their own checksums,
+                which the workers check while they load.
+        Returns:
+            Number of tensors that were checked to be as the learner sent them.
         Raises:
-            WeightSyncError: the model does not hold what was sent; the engine must not generate.
+            WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
         """
-        await self._transfer("finish", self._engine.finish_weight_update())
-        held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
+        if self._updating == "group":
+            await self._transfer("finish", self._engine.finish_weight_update())
+            held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
+            self._num_held = int(min(held))
         self.policy_version = version
-        return int(min(held))
+        return self._num_held
 
     async def go_on(self) -> None:
-        """End the update that `begin_update` began: the requests go on.
+        """End the update that `begin_update` began, and resume the requests.
 
-        The KV cache gets its memory back here, when no learner sends any more: each has given back what it used.
+        The KV cache gets its memory back here, when all learners have stopped sending and freed theirs.
         """
-        await self._wake_kv_cache()
+        await self._transfer("go on", self._wake_kv_cache())
         if self._versions.num_open:
             await self._resume()
+        self._updating = None
         self._changing.release()
 
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
@@ -310,20 +294,23 @@ class VllmEngine:
             raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
     async def sleep(self) -> bool:
-        """Give the GPU's memory to the learners until the next weights. False where vLLM can't: on CPU. Idempotent.
+        """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent.
 
         Not run on a GPU yet.
 
         Raises:
             EngineDeadError: the engine does not answer.
+            WeightSyncError: a weight update never ended, so the weights are in use; the engine must be replaced.
         """
         if not self._engine.model_config.enable_sleep_mode:
             return False
+        if self._updating is not None:
+            raise WeightSyncError("it can't sleep: its last weight update never ended")
         if self._is_asleep:
             return True
         await self.pause()
         try:
-            # Level 2 would keep no weights, and lose those that no sync brings, such as routers' correction biases.
+            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases.
             await self._engine.sleep(level=1)
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
@@ -331,7 +318,7 @@ class VllmEngine:
         return True
 
     async def wake(self) -> None:
-        """Take back the memory that `sleep` gave away, with the weights as they were. Idempotent."""
+        """Take back the memory that `sleep` freed, with the same weights as before. Idempotent."""
         await self._wake("weights")
         await self._wake_kv_cache()
 
@@ -342,7 +329,7 @@ class VllmEngine:
     async def _wake_kv_cache(self) -> None:
         if self._is_asleep:
             await self._wake("kv_cache")
-            # With that everything is awake, and vLLM schedules again by itself.
+            # Everything is awake now, and vLLM schedules again by itself.
             self._is_asleep = self._is_paused = False
 
     async def pause(self) -> None:
@@ -352,14 +339,14 @@ class VllmEngine:
             self._is_paused = True
 
     async def _freeze(self) -> None:
-        """Stop all requests between two tokens, and note which of their tokens the present weights sampled."""
+        """Stop all requests between two tokens, and count the tokens that the current weights have sampled."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             self._is_paused = True
         self._versions.close_version(self.policy_version, self._num_sampled)
 
     def _num_sampled(self, request_id: str) -> int | None:
-        """Tokens sampled for a request so far; None if vLLM has ended it, whether or not its output was fetched."""
+        """Return the number of tokens sampled for a request so far; None if vLLM has ended it."""
         state = self._engine.output_processor.request_states.get(request_id)
         return None if state is None else int(state.detokenizer.num_output_tokens())
 
@@ -369,7 +356,7 @@ class VllmEngine:
             await self._engine.resume_generation()
 
     async def check(self) -> None:
-        """Return if the engine's processes answer.
+        """Check that the engine's processes answer.
 
         Raises:
             EngineDeadError: one of them is gone.
@@ -379,15 +366,15 @@ class VllmEngine:
             await self._engine.collective_rpc("answer")
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(
-                f"the engine's process does not answer: {type(error).__name__}: {error}{self._output.cause()}"
+                f"the engine's process does not answer: {_said(error)}{self._output.cause()}"
             ) from error
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T-1,) log-probability of each token given those before it, at temperature 1, as this engine computes it."""
+        """Return this engine's log-prob (T-1,) of each token but the first, given those before it, at temperature 1."""
         from vllm import SamplingParams as VllmSamplingParams
 
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
-        # A cache salt never used before: tokens of cached blocks are skipped and would get no log-probs.
+        # Use a new cache salt: tokens of cached blocks are skipped and would get no log-probs.
         salt = f"log-probs={time.monotonic_ns()}"
         prompt = {"prompt_token_ids": [int(token) for token in token_ids], "cache_salt": salt}
         await self._resume()
@@ -412,18 +399,19 @@ class VllmEngine:
         try:
             self._engine.shutdown()
         except psutil.NoSuchProcess:
-            # vLLM asks for the children of a process that ends just then, and leaves its sockets open: whoever happens
-            # to collect their context waits for ever.
+            # vLLM listed the children of a process that was just ending, and left its sockets open: garbage collection
+            # of their context would then hang.
             self._engine.engine_core.resources()
             self._engine.shutdown()
 
-    def _engine_error(self, error: Exception, request_id: str) -> EngineError:
+    def _engine_error(self, error: Exception, request_id: RequestId) -> EngineError:
         if self._engine.errored:
             cause = self._output.cause()
-            return EngineDeadError(f"the engine's process died while it served {request_id}: {error}{cause}")
+            return EngineDeadError(f"the engine's process died while it served {request_id}: {_said(error)}{cause}")
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
 
 
-def _purpose_of(request: Request) -> str:
-    """`group` for what is trained on."""
-    return request.request_id.partition("=")[0]
+def _said(error: Exception) -> str:
+    """Return the error in one line, without vLLM's pointer to a traceback, which is in the server's log."""
+    text = str(error).replace("See stack trace (above) for the root cause.", "").strip()
+    return f"{type(error).__name__}: {text}"

@@ -1,30 +1,102 @@
-"""How vLLM is started: its environment variables and the arguments of its engine, from the configuration.
+"""Environment variables and engine arguments of vLLM from the configuration, and LoRA adapters in its workers.
 
-Used by `VllmEngine.start`, before vLLM is imported.
+`VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
+
+With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes,
+and takes tensors from shared memory, as vLLM's own loader reads adapters from folders only. One adapter at a time.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.machine import share_of_cores
-from rayapp.engine.vllm_adapter import adapter_args
-from rayapp.engine.weights.transfer_plan import choose_transport
+from rayapp.engine.weights.buckets import TensorEntry
+from rayapp.engine.weights.sync import choose_transport
+
+ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""LoRA ranks that vLLM has buffers for; an adapter of another rank uses part of the next larger buffer."""
+
+
+def adapter_args(config: Config) -> dict[str, Any]:
+    """Return vLLM's engine arguments for LoRA; none if the learner sends whole weights."""
+    if not config.learner.lora.sends_adapter:
+        return {}
+    rank = next(size for size in RANKS if size >= config.learner.lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
+def is_adapter(entries: Sequence[TensorEntry]) -> bool:
+    """Return True if these tensors are an adapter's, False if they are a whole model's."""
+    return bool(entries) and all(".lora_A." in name or ".lora_B." in name for name, *_ in entries)
+
+
+def adapter_request() -> Any:
+    """Return the LoRARequest that applies the adapter. Its path is never read, as the adapter is in memory."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
+
+
+def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
+    """Replace the adapter by this one. Returns the number of its tensors.
+
+    Args:
+        tensors: tensors by peft's names, with the scale multiplied in; copied, as their memory is freed later.
+    Raises:
+        ValueError: vLLM has no place for some of the tensors, and would silently ignore them.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    own = {name: tensor.clone() for name, tensor in tensors}
+    workers = model_runner.lora_manager
+    manager = workers._adapter_manager  # noqa: SLF001 - vLLM has no public way to adapters that are in memory
+    rank = max(tensor.shape[0] for name, tensor in own.items() if ".lora_A." in name)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        own,
+        # Alpha equal to the rank: the scale is in the tensors already.
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device="cpu",
+        dtype=workers.lora_config.lora_dtype,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    check_places(adapter.loras, manager.modules, manager.packed_modules)
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER_ID)
+    return len(own)
+
+
+def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError if the engine lacks a module, for example one of another model."""
+    places = {part for name in modules for part in packed.get(name, [name])}
+    lost = sorted(set(loras) - places)
+    if lost:
+        raise ValueError(
+            f"vLLM has no place for the adapters of {len(lost)} modules: {', '.join(lost[:3])}. Leave them out of "
+            "learner.lora.target_modules, or set learner.lora.send: merged."
+        )
+
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""The variable by which vLLM on a CPU is given whole GiB of KV cache."""
+"""Environment variable for the size of vLLM's KV cache on a CPU, in whole GiB."""
 
 
 def set_process_environment(config: Config) -> None:
     """Set the variables that vLLM reads when it is imported; the engine's processes inherit them."""
     threads = config.server.cpu_threads or share_of_cores(
-        config.server.num_servers, is_synchronous=config.train.max_staleness == 0
+        config.server.num_servers, is_synchronous=config.train.max_staleness == 0, model=config.model.path
     )
-    # It would come before `kv_cache_memory_bytes` of the arguments.
+    # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
-    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to compute on.
+    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM puts even that one behind its multi-process executor,
@@ -36,8 +108,8 @@ def set_process_environment(config: Config) -> None:
 
 
 def vllm_args(config: Config) -> dict[str, Any]:
-    """The arguments of vLLM's `AsyncEngineArgs` that follow from the configuration."""
-    server = config.server
+    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
+    server, on_gpu = config.server, is_on_gpu(config)
     return {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -46,12 +118,13 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if _is_on_gpu(config) else int(server.kv_cache_gib * 2**30),
+        "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
-        "enforce_eager": server.enforce_eager,
+        "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
+        "enforce_eager": server.is_eager(on_gpu=on_gpu),
         "enable_prefix_caching": True,
-        # Log-probs of the distribution that was sampled from; vLLM's default is the one before temperature.
+        # Log-probs of the distribution that is sampled from; vLLM's default is before the temperature.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
@@ -60,17 +133,17 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "disable_log_stats": False,
         "hf_overrides": as_vllm_reads_it,
         "enable_return_routed_experts": config.learner.router_replay,
-        "enable_sleep_mode": config.cluster.placement == "colocated" and _is_on_gpu(config),
+        "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         **_transfer_args(config),
         **adapter_args(config),
     }
 
 
 def as_vllm_reads_it(architecture: Any) -> Any:
-    """The model's config as vLLM is to read it.
+    """Adapt the model's config for vLLM.
 
-    In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window` says, transformers and the
-    learner do not: 0.1 in log-probs where a window is short.
+    In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window`, unlike transformers and the
+    learner, which changes log-probs by 0.1 if the window is short.
     """
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
@@ -78,18 +151,19 @@ def as_vllm_reads_it(architecture: Any) -> Any:
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=_is_on_gpu(config))
+    transport = choose_transport(config, on_gpu=is_on_gpu(config))
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig
 
     if transport == "ipc":
-        # vLLM must pickle: handles of GPU memory are no plain data. Only our own processes talk on this channel.
+        # vLLM must pickle handles of GPU memory. Only our own processes use this channel.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 
 
-def _is_on_gpu(config: Config) -> bool:
+def is_on_gpu(config: Config) -> bool:
+    """Return whether an engine of this process computes on a GPU."""
     return config.cluster.device != "cpu" and _has_gpu()
 
 

@@ -1,9 +1,16 @@
 """vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3), or
-by trying which one reads what the model's template writes.
+automatically as the one that reads the calls of the model's template.
 
-Called by rollout workers through `load_parser`. Importing vLLM takes seconds and half a gigabyte, so nothing else
-imports this module at its top. A parser is asked about one call at a time where its format marks calls' ends: vLLM's
-own give up on a whole turn for one call that is malformed.
+Rollout workers call `load_parser`. Importing vLLM takes seconds and half a gigabyte, so other modules import this one
+only where they use it. If a format marks the ends of calls, each call is parsed by itself: vLLM's parsers reject a
+whole turn for one malformed call.
+
+`HarmonyParser` reads the calls of gpt-oss, as vLLM's parser `openai` for them is a stub:
+
+    <|channel|>analysis<|message|>I'll look.<|end|><|start|>assistant<|channel|>commentary to=functions.look
+    <|constrain|>json<|message|>{"word": "a"}<|call|>
+
+A message is a call if its head names a recipient. Calls that are quoted in thoughts (another message) don't count.
 """
 
 from __future__ import annotations
@@ -23,9 +30,32 @@ import regex
 
 from rayapp.core.errors import ConfigError
 from rayapp.storage.models.families import FAMILIES, text_type
-from rayapp.tools.base import ToolSchema
-from rayapp.tools.calls import MAX_CALLS, RawCall, SampleCall, ToolCallParser
-from rayapp.tools.harmony import HarmonyParser
+from rayapp.tools.base import MAX_CALLS, RawCall, SampleCall, ToolCallParser, ToolSchema
+
+_MESSAGE = re.compile(
+    r"(?:\A|<\|start\|>)(?P<head>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
+    r"(?P<body>.*?)(?=<\|(?:end|call|return|start)\|>|\Z)",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
+_BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
+"""Head of a message that is not for the user: a call, or thoughts."""
+
+
+class HarmonyParser:
+    """See `rayapp.tools.base.ToolCallParser`."""
+
+    name = "openai"
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        found = ((_RECIPIENT.search(message["head"]), message["body"]) for message in _MESSAGE.finditer(text))
+        calls = (RawCall(name=to[1], arguments=body.strip() or "{}") for to, body in found if to is not None)
+        return tuple(islice(calls, MAX_CALLS + 1))
+
+    def words(self, text: str) -> str:
+        said = (message["body"] for message in _MESSAGE.finditer(text) if not _BESIDE.search(message["head"]))
+        return "\n".join(said).strip()
+
 
 log = logging.getLogger(__name__)
 AUTO, DEFAULT = "auto", "hermes"
@@ -33,20 +63,20 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Processor time for the calls of one turn. Clock time would run down on a busy machine."""
+"""Processor time for the calls of one turn, as wall-clock time runs out too early on a busy machine."""
 _EVENTS_PER_LOOK = 16
-"""Calls and returns of functions between two looks at the clock, which is a system call."""
+"""Function calls and returns between two readings of the clock, which is a system call."""
 _MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
 
 
 class VllmToolParser:
-    """See `rayapp.tools.calls.ToolCallParser`.
+    """See `rayapp.tools.base.ToolCallParser`.
 
     Args:
         name: vLLM's name of the parser, e.g. hermes.
-        tokenizer: of the model.
-        tools: what the policy may call; some formats need the schemas to read argument types.
-        by_call: show it one call at a time, where its format marks where calls begin and end; else the whole turn.
+        tokenizer: tokenizer of the model.
+        tools: tools that the policy may call; some formats need the schemas for the arguments' types.
+        by_call: parse one call at a time if the format marks calls; else the whole turn at once.
     Raises:
         ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer.
     """
@@ -78,7 +108,7 @@ class VllmToolParser:
         return tuple(call for match in blocks for call in self._read(match.group()))
 
     def words(self, text: str) -> str:
-        """What is said beside the calls: what is before the first, or what vLLM's parser says if it marks none."""
+        """Return the text outside of calls: the text before the first, or vLLM's result if the format marks none."""
         if self._start:
             return text.partition(self._start)[0].rstrip()
         _DEADLINE.begin()
@@ -101,11 +131,11 @@ class VllmToolParser:
 def load_parser(
     name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None = None
 ) -> ToolCallParser:
-    """The parser of that name, in a way of asking it that finds the sample.
+    """Return the parser of that name, set up so that it finds the sample.
 
     Args:
-        name: vLLM's, or auto: the one that finds the sample, those of the model's family first.
-        sample: a call as the model's template writes it; None takes the parser as it is.
+        name: vLLM's name, or auto for the first parser that finds the sample, starting with the model's family.
+        sample: a call as the model's template writes it; None skips the check.
     Raises:
         ConfigError: as `VllmToolParser`, or it doesn't find the sample; the message names parsers that do.
     """
@@ -139,7 +169,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
 
 
 def _of_family(tokenizer: Any) -> tuple[str, ...]:
-    """Parsers of the model that the tokenizer lies beside, where that is a family we know."""
+    """Return the parsers of the family of the tokenizer's model, if it is known."""
     try:
         architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
         family = FAMILIES.get(text_type(architecture))
@@ -153,7 +183,7 @@ def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bo
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
-    """A parser that finds the sample, asked call by call if that works: a malformed call then loses only itself."""
+    """Return a parser that finds the sample, call by call if possible, so that a malformed call loses only itself."""
     for by_call in (True, False):
         try:
             parser = _open(name, tokenizer, tools, by_call=by_call)
@@ -186,11 +216,11 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
 
 
 class _Deadline:
-    """The time limit of the parse that runs now. One for the process, as the agent loop has one thread for parsers.
+    """Time limit of the current parse. One for the process, as the agent loop has one thread for parsers.
 
-    Parsers take quadratic or cubic time for what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in
-    regular expressions. So each search gets a timeout, and every few calls of a function check the limit: asking for
-    the time at each of them took four times as long as the parser itself.
+    Parsers take quadratic or cubic time for some texts: GLM's took 14 s for 6 kB, and holds the GIL in regular
+    expressions. So each search gets a timeout, and a trace function checks the limit at every few calls: reading the
+    clock at each call took four times as long as the parser itself.
     """
 
     def __init__(self) -> None:
@@ -202,11 +232,11 @@ class _Deadline:
         self._ends_at = time.thread_time() + _PARSE_TIMEOUT_S
 
     def left_s(self) -> float | None:
-        """Seconds of processor time left; None where no parse is running."""
+        """Return the seconds of processor time left; None if no parse is running."""
         return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
 
     def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
-        """Call `extract` under the deadline. Raises TimeoutError, and raises it again in a parser that catches it."""
+        """Call `extract` under the deadline. Raises TimeoutError, even if the parser catches it."""
         before, self._is_kept = sys.getprofile(), True
         sys.setprofile(self._check)
         try:
@@ -224,7 +254,7 @@ class _Deadline:
 
 
 class _TimedPattern:
-    """A pattern of the package regex, which all of vLLM's parsers use, under the deadline."""
+    """A pattern of the package regex, which all of vLLM's parsers use, with the deadline as its timeout."""
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern
@@ -235,7 +265,7 @@ class _TimedPattern:
 
 
 def _set_deadlines(parser: Any) -> None:
-    """Put the deadline on the patterns of a parser and of the modules that it uses."""
+    """Apply the deadline to the patterns of a parser and of the modules that it uses."""
     kind = type(regex.compile(""))
     modules = [module for name, module in sys.modules.items() if name.startswith(("vllm.parser", "vllm.tool_parsers"))]
     for owner in [parser, *modules]:

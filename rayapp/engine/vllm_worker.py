@@ -1,7 +1,7 @@
-"""Our extension of vLLM's workers: taking new weights out of shared memory, and not outliving the server.
+"""Extension of vLLM's workers: loads new weights from shared memory, and ends the engine with the server.
 
-vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. Those are
-no Ray workers and refuse pickled calls, so a call carries only a file's name and plain data.
+vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. These are
+not Ray workers and refuse pickled calls, so a call has only a file's name and plain data as arguments.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayapp.engine.vllm_adapter import is_adapter, load_adapter
+from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
-from rayapp.engine.weights.buckets import TensorEntry, unpack
-from rayapp.engine.weights.checksum import checksum_of, part_of
-from rayapp.engine.weights.experts import held_experts, pack_experts
-from rayapp.engine.weights.gpt_oss import copy_sinks, mend_reload
-from rayapp.engine.weights.held import held_parts
-from rayapp.engine.weights.mamba import copy_convolutions
+from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unpack
+from rayapp.engine.weights.held import held_experts, held_parts, pack_experts
+from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
 
-# This module is imported in every worker before it makes its weight-transfer engine.
+# Every worker imports this module before it makes its weight-transfer engine.
 vllm_gloo.register()
 
 
 class WeightUpdateExtension:
-    """Mixed into vLLM's worker, which brings what is declared here."""
+    """Mixin of vLLM's worker, which provides the attributes declared here."""
 
     model_runner: Any
     reload_weights: Any
@@ -39,15 +36,16 @@ class WeightUpdateExtension:
     weight_transfer_engine: Any
 
     def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
-        """Load a whole model, or an adapter, from a file in shared memory. Returns the number of tensors found to be
-        held as sent.
+        """Load a whole model, or an adapter, from a file in shared memory.
 
         Args:
             path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
-            entries: what is where in it.
-            checksums: of a sample of its tensors, made by the learner.
+            entries: places of the tensors in the file.
+            checksums: checksums of a sample of the tensors, made by the learner.
+        Returns:
+            Number of tensors that were checked to be as sent.
         Raises:
-            ValueError: what arrived, or what the model holds now, is not what was sent.
+            ValueError: the received tensors, or the model's, differ from the sent ones.
         """
         import torch
 
@@ -57,33 +55,32 @@ class WeightUpdateExtension:
         _check("arrive", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
-        # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
-        # plain load finds no weight_loader on them.
+        # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and they
+        # have no weight_loader for a second one.
         mend_reload(self.model_runner.get_model())
         self.reload_weights(weights_iterator=unpack(entries, data))
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """After new weights are in the model: pack and tie again what vLLM does not, and compare what the model
-        computes with to checksums of the learner's. Returns how many tensors those are.
+        """Complete a load of new weights: pack and tie what vLLM does not, and compare with the learner's checksums.
 
+        Returns:
+            Number of tensors that were compared.
         Raises:
-            ValueError: one differs, or experts compute something else than they hold.
+            ValueError: a tensor differs, or experts don't compute with the weights that they hold.
         """
         model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
-        copy_sinks(model)
-        copy_convolutions(model)
-        _tie_again(model, architecture)
+        mend_after_reload(model, architecture)
         tied = architecture.tie_word_embeddings
         held = _check(
             "are held", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
         )
-        # Last: a rank that raised before one of the gathers above would leave the others waiting.
+        # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
         pack_experts(model)
         return len(held)
 
     def leave_weight_group(self) -> None:
-        """Before another is joined. Destroys it, if there is one: vLLM would forget it with its GPU memory."""
+        """Destroy the weight group, if there is one, before joining another: vLLM would leak its GPU memory."""
         mend_reload(self.model_runner.get_model())
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
@@ -91,27 +88,27 @@ class WeightUpdateExtension:
             self.weight_transfer_engine.model_update_group = None
 
     def seed_sampling(self, seed: int) -> None:
-        """Seed the generator that all requests sample from, where the runner has one for all."""
+        """Seed the generator that all requests share, for runners that have one."""
         import torch
 
         torch.manual_seed(seed)
 
     def answer(self) -> bool:
-        """Return True: whoever gets it knows that this worker takes calls."""
+        """Return True, to show that this worker answers calls."""
         return True
 
     def die_with(self, server_pid: int) -> None:
-        """End this engine when the server's process ends, SIGKILL included: nobody else would."""
+        """End this engine when the server's process ends, even by SIGKILL."""
         server = os.pidfd_open(server_pid)
-        # With tensor parallelism this worker was made by the engine core; else it is the engine core. Its parent is not
-        # asked: of an orphan that is whoever adopted it, such as a user's systemd.
+        # With tensor parallelism the engine core made this worker; else it is the engine core. getppid would not do: an
+        # orphan's parent is the process that adopted it, such as a user's systemd.
         maker = getattr(parent_process(), "pid", server_pid)
         engine_core = None if maker == server_pid else os.pidfd_open(maker)
         threading.Thread(target=_end_engine_after, args=(server, engine_core), daemon=True).start()
 
 
 def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
-    """The names of what was compared, one after the other."""
+    """Compare tensors one after the other, and return the names of those that have a checksum."""
     found = [(name, checksum_of(part)) for name, part in parts]
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
@@ -120,23 +117,6 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
             f"learner sent them: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
-
-
-def _tie_again(model: Any, architecture: Any) -> None:
-    """Give a tied output layer the new embedding.
-
-    vLLM 0.30 reloads layer by layer and passes over an output layer that has no weights of its own in the checkpoint.
-    On CPU that layer holds a repacked copy of the embedding: without this it would go on sampling with the old one.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    if not architecture.tie_word_embeddings:
-        return
-    layers = list(model.modules())
-    embedding = next(layer for layer in layers if type(layer) is VocabParallelEmbedding)
-    for head in (layer for layer in layers if isinstance(layer, ParallelLMHead)):
-        head.tie_weights(embedding)
-        head.quant_method.process_weights_after_loading(head)
 
 
 def _end_engine_after(server: int, engine_core: int | None) -> None:

@@ -1,12 +1,12 @@
 """Attention over packed, prefix-shared tokens, plugged into transformers as `attn_implementation="rayapp_packed"`.
 
-transformers calls `packed_attention` in every layer with q, k, v of the N unique tokens and the `AttentionPlan` that
-the learner passed to the model's forward. A segment of the radix tree (see `packing`) sees itself causally and its
-ancestors whole. On CPU each of these is one block of torch's flash kernel, and blocks are merged by their log-sum-exp;
-on GPU each segment is one sequence of varlen flash attention, whose keys are gathered along its path.
+transformers calls `packed_attention` in every layer with q, k, v of the N unique tokens and the `AttentionLayout` that
+the learner passed to the model's forward. A segment of the radix tree (see `packing`) attends to itself causally and
+to all of its ancestors. On CPU each such pair of segments is one block of torch's flash kernel, and blocks are merged
+by their log-sum-exp; on GPU each segment is one sequence of varlen flash attention, with keys gathered along its path.
 
-A layer's sliding window, soft cap and sinks are part of this: on CPU in blocks of their own (`families/masked_blocks`),
-on GPU as the window of the varlen kernel, and by flex attention where there are sinks or a cap (`families/flex`).
+Sliding windows, soft caps and sinks are supported: on CPU by masked blocks (`families/flex`), on GPU by the varlen
+kernel's window, and by flex attention (`families/flex`) for layers with sinks or a cap.
 """
 
 from __future__ import annotations
@@ -22,27 +22,36 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayapp.core.errors import LearnerError
-from rayapp.learner.families.flex import TreeMask, flex_tree_attention, tree_mask
-from rayapp.learner.families.masked_blocks import Block, Rule, blocks_of, mask_of, masked_backward, masked_forward
+from rayapp.learner.families.flex import (
+    Block,
+    MaskRule,
+    TreeMask,
+    blocks_of,
+    flex_tree_attention,
+    mask_of,
+    masked_backward,
+    masked_forward,
+    tree_mask,
+)
 from rayapp.learner.packing import Packing, Segment, segment_paths
 
 ATTENTION_NAME = "rayapp_packed"
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
-"""Arguments that a model may hand to its attention without any effect on the result here."""
+"""Arguments that a model may pass to its attention and that don't affect the result here."""
 
-# The operators below scaled_dot_product_attention: merging blocks needs the log-sum-exp, which that one hides.
+# Operators underneath scaled_dot_product_attention: merging blocks needs the log-sum-exp, which the latter hides.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VarlenPlan:
-    """Arguments of varlen attention on GPU: S segments, K keys in all paths together."""
+class VarlenLayout:
+    """Arguments of varlen attention on GPU, for S segments whose paths have K keys in total."""
 
     key_index: Tensor
-    """(K,) packed positions of each segment's path, itself included."""
+    """(K,) packed positions of each segment's path, the segment included."""
     cu_queries: Tensor
     """(S + 1,) int32"""
     cu_keys: Tensor
@@ -52,24 +61,24 @@ class VarlenPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPlan:
-    """Which tokens see which, for one forward."""
+class AttentionLayout:
+    """Rules of one forward about which tokens attend to which."""
 
     segments: tuple[Segment, ...]
     max_length: int
     """Longest path."""
     positions: Tensor
-    """(N,) of each token within its own sequence, on the host."""
-    varlen: VarlenPlan | None
+    """(N,) position of each token within its own sequence, on the host."""
+    varlen: VarlenLayout | None
     """On GPU; None on CPU."""
     tree: Callable[[], TreeMask] | None
-    """On GPU, for layers that the varlen kernel can't compute, made when the first of them asks; None on CPU."""
+    """Factory of the mask for layers that the varlen kernel can't compute; makes it once. None on CPU."""
 
 
-def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
-    """The plan for these tokens on this device."""
+def plan_attention(packing: Packing, device: torch.device) -> AttentionLayout:
+    """Return the attention layout of these tokens on this device."""
     on_gpu = device.type == "cuda"
-    return AttentionPlan(
+    return AttentionLayout(
         segments=packing.segments,
         max_length=int(packing.position_ids.max()) + 1,
         positions=torch.from_numpy(packing.position_ids),
@@ -92,7 +101,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: AttentionPlan,
+    plan: AttentionLayout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -101,32 +110,36 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, called by transformers.
+    """Compute the attention of one layer; called by transformers.
 
     Args:
         query: (1, Hq, N, D). key: (1, Hkv, N, D). value: (1, Hkv, N, Dv).
-        sliding_window: tokens that a query sees, itself included.
+        sliding_window: number of tokens that a query sees, itself included.
         softcap: scores become softcap * tanh(score / softcap).
-        s_aux: (Hq,) sinks: a score in each softmax that no token has.
+        s_aux: (Hq,) attention sinks: one more score in each softmax, without a token.
     Returns:
-        (1, N, Hq, Dv) and no attention weights.
+        (1, N, Hq, Dv), and None in place of attention weights.
     Raises:
-        LearnerError: the model asks for attention that packing does not do.
+        LearnerError: the model uses an attention option that packed attention lacks.
     """
+    if plan is None:
+        raise LearnerError("its layers don't hand their attention what packing needs")
     options = others | {"attention_mask": attention_mask, "dropout": dropout or None}
     options |= {"is_causal": is_causal if is_causal is False else None}
     if asked := sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS):
         raise LearnerError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not do that")
     window = sliding_window if sliding_window is not None and plan.max_length > sliding_window else None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    rule = Rule(scale=scale, window=window, softcap=softcap)
+    rule = MaskRule(scale=scale, window=window, softcap=softcap)
     width, own_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    # Pad with zeros, which change no product: the kernels want one width, and latent attention has narrow values.
+    # Pad with zeros, which change no product: the kernels need equal widths, and latent attention has narrower values.
     query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
     return _attend(query, key, value, s_aux, plan, rule)[..., :own_width], None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: AttentionPlan, rule: Rule) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: AttentionLayout, rule: MaskRule
+) -> Tensor:
     """(1, N, Hq, D)"""
     if plan.tree is not None and (sinks is not None or rule.softcap is not None):
         return flex_tree_attention(query, key, value, sinks, plan.tree(), rule)
@@ -139,11 +152,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, pla
     return output
 
 
-def varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
+def varlen_plan(packing: Packing, device: torch.device) -> VarlenLayout:
     paths = segment_paths(packing.segments)
     queries = [segment.end - segment.start for segment in packing.segments]
     keys = [path.size for path in paths]
-    return VarlenPlan(
+    return VarlenLayout(
         key_index=torch.from_numpy(np.concatenate(paths)).to(device),
         cu_queries=_cumulative(queries, device),
         cu_keys=_cumulative(keys, device),
@@ -156,8 +169,8 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
 
 
-def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan, rule: Rule) -> Tensor:
-    """Keys follow the path and queries are its end, so causality is aligned to the bottom right: flash's convention."""
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLayout, rule: MaskRule) -> Tensor:
+    """Attend with queries at the end of their path of keys: causality aligned bottom right, as flash attention does."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
@@ -180,8 +193,8 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPla
 class _TreeAttention(torch.autograd.Function):
     """Attention on CPU, block by block. Exact: a block's gradient needs only its rows' final output and log-sum-exp.
 
-    Computes in float32: torch's CPU flash kernel takes three times as long for a bfloat16 gradient (16 x 80 tokens, 9
-    heads: 16.7 ms against 6.2 ms on two Zen 5 cores), and merging blocks then loses nothing.
+    Computes in float32, so that merging blocks loses no precision; and torch's CPU flash kernel takes three times as
+    long for a bfloat16 gradient (16 x 80 tokens, 9 heads: 16.7 ms against 6.2 ms on two Zen 5 cores).
     """
 
     @staticmethod
@@ -193,12 +206,12 @@ class _TreeAttention(torch.autograd.Function):
         sinks: Tensor | None,
         blocks: tuple[Block, ...],
         positions: Tensor,
-        rule: Rule,
+        rule: MaskRule,
     ) -> Tensor:
         wide = _by_key_head(query, key, value)
         out, lse = _forward_blocks(*wide, blocks, positions, rule)
         if sinks is not None:
-            # A sink takes its share of every softmax and gives nothing: a block of one key whose value is 0.
+            # A sink is a block of one key whose value is 0: it takes a share of every softmax.
             total = torch.logaddexp(lse, _of_heads(sinks, lse))
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
@@ -223,12 +236,12 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
-    """(Hq,) -> (Hkv, G, 1), to be added to a log-sum-exp."""
+    """Reshape (Hq,) to (Hkv, G, 1), to be added to a log-sum-exp."""
     return sinks.float().view(*lse.shape[:2], 1)
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(Hkv, G, N, D) float32, where G query heads share a key head: keys and values are views, repeated by stride 0."""
+    """Return each as (Hkv, G, N, D) float32, G query heads a key head; keys and values are views with stride 0 in G."""
     heads = key.shape[1]
     wide_query: Tensor = query[0].unflatten(0, (heads, -1)).float()  # type: ignore[no-untyped-call]
     shape = wide_query.shape
@@ -236,9 +249,9 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def _forward_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], positions: Tensor, rule: Rule
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], positions: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor]:
-    """Output (Hkv, G, N, D), laid out by token, and log-sum-exp (Hkv, G, N)."""
+    """Return the output (Hkv, G, N, D), laid out by token, and the log-sum-exp (Hkv, G, N)."""
     heads, groups, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, heads, groups, width).permute(1, 2, 0, 3)
     lse = query.new_empty(heads, groups, num_tokens)
@@ -258,7 +271,7 @@ def _forward_blocks(
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block's share to rows that have seen others, in place."""
+    """Merge a block's output into rows that hold the output of other blocks, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
@@ -273,14 +286,14 @@ def _backward_blocks(
     lse: Tensor,
     blocks: tuple[Block, ...],
     positions: Tensor,
-    rule: Rule,
+    rule: MaskRule,
     *,
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each (Hkv, G, N, D), laid out by token.
+    """Return the gradients of query, key and value, each (Hkv, G, N, D), laid out by token.
 
     Args:
-        narrow: the model computes in bfloat16, so the matrix products of the large blocks may.
+        narrow: compute the matrix products of large blocks in bfloat16, as the model does.
     """
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
@@ -294,7 +307,7 @@ def _backward_blocks(
         else:
             parts = _flash_backward(grad_out[:, :, rows], *whole, 0.0, block.is_own, scale=rule.scale)
         for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
-            # In place: += would copy the sum onto itself.
+            # add_, as += on a slice would also copy the sum onto itself.
             grad[:, :, where].add_(part)
     return zeros[0], zeros[1], zeros[2]
 
@@ -302,10 +315,10 @@ def _backward_blocks(
 def _narrow_gradient(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block that is seen whole: bfloat16 products of all heads of a key at once, float32 in between.
+    """Return the gradients of an unmasked block: bfloat16 products of all heads of a key at once, float32 in between.
 
     2.8 times as fast as the flash kernel where many completions see one prompt (1200 x 120 tokens, 9 heads, one core:
-    3.5 ms against 9.6 ms). Rows as in flash attention: with the final log-sum-exp, exp(scores - lse) are the weights.
+    3.5 ms against 9.6 ms). As in flash attention, exp(scores - lse) are the weights, with the final log-sum-exp.
     """
     shape, heads, width = query.shape, query.shape[0], query.shape[-1]
     rows, grad_rows, out_rows = (tensor.reshape(heads, -1, width) for tensor in (query, grad_out, out))  # (Hkv, GQ, D)
@@ -316,12 +329,12 @@ def _narrow_gradient(
     slopes = torch.bmm(grads, values.transpose(1, 2)).float().sub_(delta).mul_(weights).mul_(scale).bfloat16()
     grad_value = torch.bmm(weights.bfloat16().transpose(1, 2), grads)
     grad_key = torch.bmm(slopes.transpose(1, 2), rows)
-    # The products have summed over the G heads of a key already, so only the first head gets the sum.
+    # The products already sum over the G heads of a key, so only the first head gets the sum.
     return torch.bmm(slopes, keys).view(shape), _first_head(grad_key, shape[1]), _first_head(grad_value, shape[1])
 
 
 def _first_head(summed: Tensor, groups: int) -> Tensor:
-    """(Hkv, K, D) -> (Hkv, G, K, D) float32 with everything in the first of the G heads."""
+    """Spread (Hkv, K, D) to (Hkv, G, K, D) float32: the values in the first of the G heads, zeros in the others."""
     spread = summed.new_zeros(summed.shape[0], groups, *summed.shape[1:], dtype=torch.float32)
     spread[:, 0] = summed
     return spread

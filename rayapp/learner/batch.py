@@ -1,8 +1,8 @@
-"""Micro-batches: which tokens one forward computes, and where each trajectory's log-probs are among them.
+"""Micro-batches: the tokens that one forward computes, and the places of each trajectory's log-probs among them.
 
-Built from trajectories by `split`, read by `PolicyModel`. Pure numpy until `to_device`. A micro-batch never splits a
-trajectory; a group may be spread over several, each of which computes the prompt again. A trajectory that is a tree is
-one row of the loss like any other: its branches are packed as those of a group are.
+`split` builds them from trajectories, `PolicyModel` reads them. Pure numpy until `to_device`. A micro-batch never
+splits a trajectory; a group may be spread over several, each of which computes the prompt again. A trajectory that is
+a tree is one row of the loss like any other; its branches share prefixes as the trajectories of a group do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.errors import LearnerError
-from rayapp.core.forks import branches
+from rayapp.core.trajectories import branches
 from rayapp.core.types import FloatArray, Int32Array, Trajectory
 from rayapp.learner.packing import Int64Array, Packing, common_prefix, pack, sort_key
 
@@ -25,42 +25,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainItem:
-    """One trajectory to compute, and what it is worth."""
+    """One trajectory to compute, with its advantages."""
 
     row: int
-    """Number of the trajectory among all of the step: the same on every rank."""
+    """Index of the trajectory among all of the step; the same on every rank."""
     group: int
     """Position of its group in the step."""
     trajectory: Trajectory
     advantages: FloatArray
-    """(R,) for its R response tokens."""
+    """(R,), one for each of its R response tokens."""
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads where nothing is shared: the last response token is only ever a target."""
+        """Tokens that the model reads without shared prefixes: all but the last response token, only a target."""
         return sum(branch.size for branch in inputs_of(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens that one forward computes, and where the log-probs of its B trajectories are among them."""
+    """Tokens that one forward computes, and the places of its B trajectories' log-probs among them."""
 
     items: tuple[TrainItem, ...]
     packing: Packing
     head_positions: Int64Array
     """(M,) packed positions that predict a response token."""
     pair_rows: Int64Array
-    """(P,) index into head_positions, ascending: the unique pairs of a position and its next token."""
+    """(P,) index into head_positions, ascending, for each unique pair of a position and its next token."""
     pair_targets: Int64Array
     """(P,)"""
     row_pairs: Int64Array
-    """(B, T) which pair each response token is; 0 past a row's own tokens."""
+    """(B, T) index of each response token's pair; 0 past a row's own tokens."""
     row_heads: Int64Array
-    """(B, T) which head position predicts it; 0 past a row's own tokens."""
+    """(B, T) index of the head position that predicts each response token; 0 past a row's own tokens."""
     mask: FloatArray
     """(B, T)"""
     routed_experts: NDArray[np.int16] | None = None
-    """(N, layers, k) what the engine chose for each packed token; -1 where no engine did. None: nowhere."""
+    """(N, layers, k) experts that the engine chose for each packed token; -1 for tokens without a recorded choice.
+    None: no token has one."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -68,7 +69,7 @@ class MicroBatch:
 
 
 def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` computed tokens each, about equally full.
+    """Return micro-batches of at most `max_tokens` computed tokens each, about equally full.
 
     Raises:
         LearnerError: a trajectory alone exceeds `max_tokens`, or it has a response token without a prompt.
@@ -76,13 +77,13 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
-    # Fill all bins about equally: the rest after full ones would be small, and small matrix products are slow.
+    # Fill all bins about equally: a small last bin would mean small matrix products, which are slow.
     num_bins = max(1, -(-total // max_tokens))
     target = total / num_bins
     bins: list[list[TrainItem]] = []
     filled = 0
     for item, (marginal, alone) in zip(ordered, costs, strict=True):
-        # Go past the share rather than start one more micro-batch, but never past the budget.
+        # Exceed the equal share rather than add a micro-batch, but never exceed `max_tokens`.
         is_full = filled >= target and len(bins) < num_bins
         if not bins or filled + marginal > max_tokens or is_full:
             bins.append([item])
@@ -94,7 +95,7 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
 
 
 def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> MicroBatch:
-    """Pack these trajectories together."""
+    """Pack these trajectories into one micro-batch."""
     groups: dict[int, list[TrainItem]] = {}
     for item in items:
         groups.setdefault(item.group, []).append(item)
@@ -108,7 +109,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    """(sum of inputs, layers, k) of the inputs of all items, one behind the other; None where no engine chose any."""
+    """Return the experts (sum of inputs, layers, k) of all items' concatenated inputs; None if none is recorded."""
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -126,8 +127,9 @@ def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
 def _pack_routed(
     trees: Sequence[Sequence[NDArray[np.int32]]], experts: NDArray[np.int16], *, share_prefixes: bool
 ) -> tuple[Packing, NDArray[np.int16]]:
-    """As `pack`, where two sequences share a token only if its experts are the same, too: packed are the numbers of
-    pairs of a token and its experts, in the order of tokens."""
+    """Pack as `pack` does, but share a token between sequences only if its experts are equal too.
+
+    Packs ids of unique (token, experts) pairs, which sort in the order of the tokens."""
     branches = [branch for tree in trees for branch in tree]
     tokens = np.concatenate(branches)
     columns = tokens.astype(">i4")[:, None].view(np.uint8), experts.reshape(tokens.size, -1).view(np.uint8)
@@ -140,8 +142,7 @@ def _pack_routed(
 
 
 def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
-    """A micro-batch of one sequence that nobody trains on: for a rank to compute while others still have work, and to
-    measure memory.
+    """Return a micro-batch of one untrained sequence, for ranks that have run out of work and for measuring memory.
 
     Args:
         num_heads: positions that go through the output head, 0 or 1.
@@ -160,14 +161,16 @@ def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
 
 
 def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
-    """The tokens that the model reads of each branch: up to, but without, the last that is trained there."""
+    """Return the tokens of each branch that the model reads: all before the last one that is trained there."""
     tokens = item.trajectory.token_ids
     return [tokens[path[: responses[-1]]] for path, responses in trained_branches(item.trajectory)]
 
 
 def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
-    """Each branch as indices of its tokens, and the places in it of the response tokens that are trained there: all
-    but those of branches before it, so that each is trained once. Branches that train nothing are left out."""
+    """Return each branch as the indices of its tokens, and the places in it of the response tokens to train there.
+
+    A token that several branches share is trained in the first of them only. Branches without a token to train are
+    left out."""
     left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
     for path in branches(trajectory.num_tokens, trajectory.forks):
         responses = np.flatnonzero(left[path])
@@ -178,14 +181,14 @@ def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Arra
 
 
 def _num_unique(item: TrainItem) -> int:
-    """Tokens that the model reads where each is computed once."""
+    """Return the number of tokens that the model reads when each shared token is computed once."""
     if not item.trajectory.forks:
         return item.num_inputs
     return int(np.unique(np.concatenate([path[: last[-1]] for path, last in trained_branches(item.trajectory)])).size)
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """For each item: tokens it adds to its predecessors in the same micro-batch, and tokens it needs alone."""
+    """Return for each item the tokens that it adds to its predecessor's micro-batch, and those that it needs alone."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -202,7 +205,7 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    """Leading tokens that are computed once for two rows, whose experts are `own` and `theirs`."""
+    """Return how many leading tokens two rows share, where shared tokens need equal experts (`own` and `theirs`)."""
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
@@ -253,18 +256,18 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
 
 
 def advantages_of(batch: MicroBatch) -> Tensor:
-    """(B, T) float32"""
+    """Return the advantages (B, T) float32."""
     return stack_rows([item.advantages for item in batch.items], batch.mask.shape[1])
 
 
 def rollout_log_probs_of(batch: MicroBatch) -> Tensor:
-    """(B, T) float32, the engine's."""
+    """Return the engine's log-probs (B, T) float32."""
     rows = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in batch.items]
     return stack_rows(rows, batch.mask.shape[1])
 
 
 def stack_rows(rows: Sequence[FloatArray], width: int) -> Tensor:
-    """Rows of different lengths, padded with 0 to (B, width)."""
+    """Stack rows of different lengths, padded with 0 to (B, width)."""
     import torch
 
     stacked = np.zeros((len(rows), width), np.float32)

@@ -1,4 +1,4 @@
-"""Puts a learner together: model, frozen models, optimizer."""
+"""Builds a learner: model, frozen models, optimizer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.core.errors import InputError
-from rayapp.learner.algo.privileged import VerdictReader
+from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.optimizer import make_optimizer
 from rayapp.learner.policy import PolicyModel, load_policy
 from rayapp.learner.step import PolicyLearner
-from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 
 def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
-    """A learner at version 0: the weights of `config.model.path` and an optimizer that has not stepped.
+    """Build a learner at version 0: the weights of `config.model.path` and a new optimizer.
 
     Raises:
         InputError: the model can't be loaded.
-        LearnerError: the longest trajectory does not fit into the memory that is free.
+        LearnerError: the longest trajectory does not fit into free memory.
     """
     torch.manual_seed(config.run.seed)
     model = load_policy(config, ranks.mesh, trainable=True)
@@ -47,10 +47,10 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
 
 
 def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
-    """A model that the learners don't train, on the mesh of the policy.
+    """Load a model that the learners don't train, sharded over the mesh of the policy.
 
     Raises:
-        InputError: it can't be loaded, or has fewer tokens than the policy.
+        InputError: the model can't be loaded, or its vocabulary is smaller than the policy's.
     """
     if name == "reference":
         return load_policy(config, ranks.mesh, trainable=False, is_checked=False)
@@ -66,16 +66,17 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
 
 
 def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """The config without shared prefixes for models whose layers compute every sequence whole all the same: their
-    memory would follow all tokens, and their micro-batches count those that are computed once."""
+    """Turn `learner.share_prefixes` off for models with layers that compute every sequence whole regardless.
+
+    Micro-batches are limited by the number of shared tokens, but such layers need memory for all tokens."""
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
-    log.info("learner.share_prefixes is off: layers of this model read along the sequence otherwise than by attention")
+    log.info("learner.share_prefixes is off: this model has layers that mix tokens by other means than attention")
     return with_values(config, learner={"share_prefixes": False})
 
 
 def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:
-    """The config with a number in place of `learner.max_tokens_per_microbatch: auto`. Collective."""
+    """Replace `learner.max_tokens_per_microbatch: auto` by a measured number. Collective."""
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
     budget = find_token_budget(config, ranks, model)

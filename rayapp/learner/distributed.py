@@ -1,4 +1,4 @@
-"""The learners' process group: one rank or many, gloo on CPU and nccl on GPU, made and ended here."""
+"""Process groups of the learners: one rank or many, gloo on CPU and NCCL on GPU."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from torch.distributed.tensor import DTensor
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
-from rayapp.learner.compute.sequence import SequenceGroup
+from rayapp.learner.sequence import SequenceGroup
 
 T = TypeVar("T")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that may be sharded."""
+    """Return this rank's shard of a tensor, or the tensor if it isn't sharded."""
     part = tensor.detach()
     return part.to_local() if isinstance(part, DTensor) else part
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded, or a DTensor of partial sums. Collective."""
+    """Return the full tensor of a shard or of partial sums; other tensors unchanged. Collective."""
     part = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's place among the learners, and their process groups."""
+    """Rank of this process among the learners, and their process groups."""
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
-    """gloo, for Python objects."""
+    """gloo group for Python objects."""
     save_group: dist.ProcessGroup
-    """gloo, for the threads that write checkpoints: in the training's group their calls would mix with its own."""
+    """gloo group for the threads that write checkpoints, whose calls must not mix with those of training."""
     sequence: SequenceGroup | None = None
-    """The ranks that compute micro-batches together with this one; None where each computes its own."""
+    """Ranks that compute each micro-batch together with this one; None without sequence parallelism."""
 
     @property
     def data_rank(self) -> int:
-        """Which of the groups that train on different trajectories this rank is in."""
+        """Index of this rank's sequence group: ranks with equal index train on the same trajectories."""
         return self.rank // self.num_parts
 
     @property
     def num_parts(self) -> int:
-        """Ranks that compute a micro-batch together."""
+        """Number of ranks that compute a micro-batch together."""
         return 1 if self.sequence is None else self.sequence.size
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in order of ranks; the same list on every rank. Collective."""
+        """Return the values of all ranks in order of ranks, on every rank. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size
@@ -69,16 +69,16 @@ class Ranks:
         return [gathered for gathered in values if gathered is not None]
 
     def gather_data(self, value: T) -> list[T]:
-        """The values of ranks that train on different trajectories: of ranks that share theirs only the first one's."""
+        """Return one value for each sequence group, that of its first rank, on every rank. Collective."""
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """What is told on the first rank that has something to tell, so that all act alike; else empty. Collective."""
+        """Return the first rank's problem that is not empty, or "", so that all ranks act alike. Collective."""
         return next(filter(None, self.gather(problem)), "")
 
 
 def start_ranks(config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> Ranks:
-    """Join the other learners. Blocks until all are there.
+    """Join the other learners. Blocks until all have joined.
 
     Args:
         master_port: port of rank 0's store; unused when there is only one rank.
@@ -87,7 +87,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    # When one rank fails, the others hang in a collective: they give up after the driver's own deadline.
+    # When one rank fails, the others hang in a collective: they give up at the driver's own deadline.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
@@ -114,7 +114,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
 
 @contextmanager
 def only_rank(config: Config) -> Iterator[Ranks]:
-    """A learner that is alone, in this process, for the length of the block."""
+    """Context manager for a single learner rank in this process."""
     ranks = start_ranks(config, 0, 1, "", 0)
     try:
         yield ranks
@@ -123,15 +123,17 @@ def only_rank(config: Config) -> Iterator[Ranks]:
 
 
 def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
-    """One dimension: parameters are sharded over all ranks. With replicas two: over neighbours, the same in each run of
-    neighbours, and gradients are summed over the runs."""
+    """Return the mesh that FSDP shards parameters over.
+
+    One dimension without replicas. With replicas two: parameters are sharded over neighbouring ranks, and gradients are
+    summed over the replicas."""
     if replicas == 1:
         return init_device_mesh(device_type, (world_size,))
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def _sequence_group(size: int, rank: int, timeout: timedelta) -> SequenceGroup | None:
-    """Neighbouring ranks, `size` at a time. Collective."""
+    """Group neighbouring ranks, `size` at a time; None for size 1. Collective."""
     if size == 1:
         return None
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)  # type: ignore[no-untyped-call]
@@ -146,10 +148,10 @@ def end_ranks() -> None:
 
 
 def learner_device(config: Config) -> torch.device:
-    """The device of this learner: the GPU that Ray gave it, else the CPU.
+    """Return the device of this learner: the GPU that Ray assigned, else the CPU.
 
     Raises:
-        LearnerError: it was to have a GPU, and torch finds none that works.
+        LearnerError: a GPU is configured or assigned, but torch can't use it.
     """
     if config.cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(config)):
         return torch.device("cpu")
@@ -166,18 +168,19 @@ def learner_device(config: Config) -> torch.device:
 
 
 def _has_been_given_gpu(config: Config) -> bool:
-    """True where a GPU is asked for, or Ray reserved one for this process: computing on the CPU would surprise."""
+    """Return whether the config asks for a GPU or Ray reserved one, so that the CPU must not be used silently."""
     return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
 def give_back_memory(config: Config, device: torch.device) -> None:
-    """Return what torch keeps for reuse to the GPU, where a server shares it: that one wakes when the learners rest."""
+    """Free torch's cached GPU memory if a server shares the GPU: the server needs it while the learners are idle."""
     if device.type == "cuda" and config.cluster.placement == "colocated":
         torch.cuda.empty_cache()
 
 
 def use_threads(config: Config, world_size: int) -> None:
-    """Give this learner its share of the cores. Results on CPU depend on the number, so it is fixed from here on."""
+    """Set the number of threads to this learner's share of the cores. Fixed from here on: CPU results depend on it."""
+    is_synchronous = config.train.max_staleness == 0
     torch.set_num_threads(
-        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=config.train.max_staleness == 0)
+        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=is_synchronous, model=config.model.path)
     )

@@ -1,18 +1,26 @@
-"""Checks that the learner computes a family of models as transformers does, from its config alone, without weights.
+"""Adapts a family of models to packed training, and checks from its config alone that the results are right.
 
-`rayapp doctor` calls `check_family`, and so does `load_policy` before a weight is read. It makes a small model of
-the same config, scores two sequences that share a prefix packed as training packs them, and compares that with plain
-eager attention, one sequence at a time. What the learner lacks (a convolution that reads the neighbour's tokens, an
-attention option, noise of the training mode) shows as a difference, whether anybody has heard of the family or not.
+`rayapp doctor` and `load_policy` call `check_family` before any weights are read. It makes a small random model of the
+same config, scores two packed sequences that share a prefix, and compares the log-probs with those of plain eager
+attention, one sequence at a time. Features that the learner lacks (convolutions over neighbouring tokens, attention
+options, noise in training mode) show as a difference, in unknown families too.
+
+`head_rule` reads how a model changes its logits after the output embedding: a scale, and a soft cap.
+
+`pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward. A short sequence packed
+beside a long one would get other positions than alone or in vLLM, which decides once, by `max_model_len`. So every
+forward sees one more token, at the last possible position.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,28 +28,83 @@ from torch import Tensor, nn
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError, RayappError
-from rayapp.core.imports import large_imports
+from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
-from rayapp.learner.families.head import head_rule
 from rayapp.learner.families.mixers import give_borders
-from rayapp.learner.families.rope import pin_positions
 from rayapp.learner.families.router_replay import check_replay
+from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.packing import pack
+from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.storage.models.families import FAMILIES
 
+_DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
+"""Config names of logit scales: Granite divides its logits; Cohere and Falcon-H1 multiply theirs."""
+
+
+class HeadRule(NamedTuple):
+    """Function from the output embedding's products to logits."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+    """Logits become cap * tanh(logit / cap)."""
+
+    def applied_to(self, options: HeadOptions) -> HeadOptions:
+        """Return the options for this model: the factor goes into the temperature, the cap is applied before it."""
+        if self.softcap is None:
+            return replace(options, temperature=options.temperature / self.factor)
+        return replace(options, softcap=self.softcap)
+
+
+def head_rule(causal_lm: Any) -> HeadRule:
+    """Return how this model turns products into logits.
+
+    Raises:
+        InputError: the head has a bias, or both a scale and a cap.
+    """
+    name, text = type(causal_lm).__name__, causal_lm.config.get_text_config()
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        raise InputError(f"{name} has a bias in its output embedding, which the learner lacks")
+    factor = 1.0
+    for key in (*_DIVISORS, *_FACTORS):
+        if (value := getattr(text, key, None)) is not None:
+            factor *= 1.0 / value if key in _DIVISORS else value
+    cap = getattr(text, "final_logit_softcapping", None)
+    if cap is not None and factor != 1.0:
+        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: the learner does only one")
+    return HeadRule(factor=factor, softcap=cap)
+
+
+PINNED = "longrope"
+
+
+def pin_positions(causal_lm: nn.Module, num_tokens: int) -> None:
+    """Compute `PINNED` positions as for a sequence of `num_tokens` in every forward. Call it once."""
+    for module in causal_lm.modules():
+        kinds = getattr(module, "rope_type", None)
+        if PINNED in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
+            module.forward = partial(_with_last, module.forward, num_tokens - 1)
+
+
+def _with_last(
+    forward: Callable[..., Any], last: int, hidden: Tensor, position_ids: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    told = torch.cat([position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), last)], dim=-1)
+    return tuple(turns[:, :-1] for turns in forward(hidden, told, *args, **options))
+
+
 MAX_DIFFERENCE = 1e-2
-"""Limit for float32 log-probs: families computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
+"""Limit for float32 log-probs: correctly computed families differ by at most 2e-4, wrong ones by 0.65 or more."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 _WINDOW = 5
-"""Shorter than the prompt, so that windows matter in both sequences."""
+"""Sliding window of small models: shorter than the prompt, so that it matters in both sequences."""
 
 
 def read_architecture(config: Config) -> Any:
-    """The transformers config at `model.path`, without noise: dropout and jitter would be on while training.
+    """Return the transformers config at `model.path` with dropout and jitter set to 0, as they act in training mode.
 
     Raises:
-        InputError: it can't be read.
+        InputError: the config can't be read.
     """
     from transformers import AutoConfig
 
@@ -56,29 +119,47 @@ def read_architecture(config: Config) -> Any:
 
 
 def check_family(architecture: Any, config: Config) -> None:
-    """Raises InputError: the learner would compute another model than this one."""
+    """Check that the learner computes this model as transformers does.
+
+    Raises:
+        InputError: the model is refused, or its log-probs differ.
+    """
     text = architecture.get_text_config()
     known = FAMILIES.get(text.model_type)
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
     _check_class(architecture, config)
+    subject, trusted = f"model_type {text.model_type!r}", config.model.trust_remote_code
+    packed = partial(largest_difference, text, num_tokens=config.max_model_tokens, trust_remote_code=trusted)
+    _check_difference(packed, subject, "packed sequences")
+    if config.learner.lora.rank > 0:
+        adapted = partial(_difference_with_adapters, text, config)
+        _check_difference(adapted, f"{subject} with learner.lora", "packed sequences with adapters")
+    if config.learner.router_replay:
+        with _one_thread(), torch.random.fork_rng(devices=[]):
+            check_replay(_small_model(text, trust_remote_code=config.model.trust_remote_code))
+
+
+def _check_difference(measure: Callable[[], float], subject: str, computed: str) -> None:
+    """Check that the difference that `measure` returns is within MAX_DIFFERENCE.
+
+    Raises:
+        InputError: the difference is too large, or the small model can't be computed.
+    """
     try:
-        difference = largest_difference(text, num_tokens=config.max_model_tokens)
+        difference = measure()
     except RayappError as error:
-        raise InputError(f"model_type {text.model_type!r} can't be trained: {error}") from error
+        raise InputError(f"{subject} can't be trained: {error}") from error
     except Exception as error:  # boundary: any model's code
         raise InputError(
-            f"model_type {text.model_type!r} can't be trained: a small model of its config can't be computed by the "
-            f"learner: {type(error).__name__}: {error}"
+            f"{subject} can't be trained: a small model of its config can't be computed by the learner: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not difference <= MAX_DIFFERENCE:
         raise InputError(
-            f"model_type {text.model_type!r} can't be trained: log-probs of a small model of its config differ by "
-            f"{difference:.2g} between the learner's packed sequences and plain ones; {MAX_DIFFERENCE:g} is allowed."
+            f"{subject} can't be trained: log-probs of a small model of its config differ by {difference:.2g} between "
+            f"the learner's {computed} and plain ones; {MAX_DIFFERENCE:g} is allowed."
         )
-    if config.learner.router_replay:
-        with _one_thread(), torch.random.fork_rng(devices=[]):
-            check_replay(_small_model(text))
 
 
 def _check_class(architecture: Any, config: Config) -> None:
@@ -93,38 +174,80 @@ def _check_class(architecture: Any, config: Config) -> None:
     )
 
 
-def largest_difference(text: Any, *, num_tokens: int) -> float:
-    """Largest difference of log-probs between packed and plain computation of a small model.
+def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = False) -> float:
+    """Return the largest difference of log-probs between packed and plain computation of a small model.
 
     Args:
         text: config of the language model.
-        num_tokens: tokens of the longest sequence that there may be, for positions that depend on it.
+        num_tokens: length of the longest possible sequence, for positions that depend on it.
+        trust_remote_code: run code that comes with the model.
     Raises:
-        LearnerError: the attention has an option that packing does not do.
+        LearnerError: the model uses an attention option that packed attention lacks.
     """
+    if not getattr(text, "num_attention_heads", None):
+        raise InputError("its config has no num_attention_heads, and the learner computes models with attention alone")
     with _one_thread(), torch.random.fork_rng(devices=[]):
-        causal_lm = _small_model(text)
+        causal_lm = _small_model(text, trust_remote_code=trust_remote_code)
         if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
             raise InputError("its decoder has no list of `layers`, which the learner shards one by one")
-        return _difference(fit_to_packing(causal_lm, num_tokens))
+        fit_to_packing(causal_lm, num_tokens)
+        plain = _plain(causal_lm)
+        return _difference(_packed(causal_lm), plain)
+
+
+def _difference_with_adapters(text: Any, config: Config) -> float:
+    """Return the largest difference of log-probs between a small packed model with adapters and one with them merged.
+
+    The models differ if the model's code bypasses an adapted layer."""
+    section = config.learner.lora
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        adapted, merged = (
+            fit_to_packing(
+                _small_model(text, trust_remote_code=config.model.trust_remote_code), config.max_model_tokens
+            )
+            for _ in range(2)
+        )
+        add_adapters(adapted, section)
+        generator = torch.Generator().manual_seed(1)
+        named = dict(adapted.named_parameters())
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if ADAPTER in name:
+                    # Make alpha / rank * B A half as large as the weights that it is added to.
+                    size = 0.5 * section.rank**0.5 / section.alpha if ".lora_B." in name else parameter.shape[1] ** -0.5
+                    parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+            for name, parameter in merged.named_parameters():
+                parameter.copy_(merged_weight(named, _name_inside(name, named), section))
+        return _difference(_packed(adapted), _plain(merged))
+
+
+def _name_inside(name: str, named: Mapping[str, Any]) -> str:
+    """Return a parameter's name in the model with adapters."""
+    module, _, kind = name.rpartition(".")
+    return name if name in named else f"{module}{BASE}.{kind}"
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """The same model, which computes packed tokens as it would plain ones. Call it once, before it is sharded.
+    """Make the model compute packed tokens as it computes plain ones. Call it once, before sharding.
 
     Args:
-        num_tokens: of the longest sequence that there may be.
+        num_tokens: length of the longest possible sequence.
+    Returns:
+        The model that was given.
     """
     give_borders(causal_lm)
     pin_positions(causal_lm, num_tokens)
     return causal_lm
 
 
-def _difference(causal_lm: Any) -> float:
-    first, second = _sequences()
-    plain = [_plain(causal_lm, tokens) for tokens in (first, second)]
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def _packed(causal_lm: Any) -> list[Tensor]:
+    """Return log-probs (T, V) of each sequence, computed as the learner does. The model keeps its attention."""
     causal_lm.set_attn_implementation(ATTENTION_NAME)
-    packing = pack([[first, second]], share_prefixes=True)
+    packing = pack([list(_sequences())], share_prefixes=True)
     with torch.no_grad():
         hidden = training_mode(causal_lm).get_decoder()(
             input_ids=torch.from_numpy(packing.token_ids)[None],
@@ -133,12 +256,13 @@ def _difference(causal_lm: Any) -> float:
             plan=plan_attention(packing, torch.device("cpu")),
         )
         packed = _scores(_logits(causal_lm, hidden.last_hidden_state[0]))
-    return max(float((packed[path] - own).abs().max()) for path, own in zip(packing.paths, plain, strict=True))
+    return [packed[path] for path in packing.paths]
 
 
 def training_mode(causal_lm: Any) -> Any:
-    """The model with its layers as in training, which checkpointing asks for, and without noise: the smallest parts,
-    such as routers and dropout, as in the engine."""
+    """Put layers in training mode, which gradient checkpointing needs, but leaf modules in evaluation mode.
+
+    Leaf modules, such as dropout and routers, then add no noise, as in the engine."""
     causal_lm.train()
     for module in causal_lm.modules():
         if not any(True for _ in module.children()):
@@ -164,7 +288,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _sections(architecture: Any) -> Iterator[Any]:
-    """A config and all configs nested in it."""
+    """Yield a config and all configs nested in it."""
     yield architecture
     for name in getattr(architecture, "sub_configs", {}):
         if (section := getattr(architecture, name, None)) is not None:
@@ -173,7 +297,7 @@ def _sections(architecture: Any) -> Iterator[Any]:
 
 def _is_noise(section: Any, name: str) -> bool:
     if section.model_type == "phimoe" and name == "router_jitter_noise":
-        return False  # its router looks at it in the engine, too: which experts are so close that they count as equal
+        return False  # no noise: its router uses this threshold in the engine too
     return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
 
 
@@ -183,15 +307,15 @@ def _sequences() -> tuple[Any, Any]:
     return np.concatenate([shared, first]), np.concatenate([shared, second])
 
 
-def _small_model(text: Any) -> Any:
-    """A model of this family with random weights, large enough that each of its parts moves the scores."""
+def _small_model(text: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return a small model of this family with random weights, large enough that each part affects the scores."""
     with large_imports():
         from transformers import AutoModelForCausalLM
 
     register_attention()
     causal_lm: nn.Module = AutoModelForCausalLM.from_config(
-        small_config(text), dtype=torch.float32, attn_implementation="eager"
-    )
+        small_config(text), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+    ).to(torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*causal_lm.parameters(), *persistent_buffers(causal_lm).values()):
@@ -202,13 +326,13 @@ def _small_model(text: Any) -> Any:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with the model, by name: all but those that it computes again."""
+    """Return the buffers that are saved with the model, by name."""
     names = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
 def small_config(text: Any) -> Any:
-    """The config with few layers, heads and words. Heads keep their width, which scales of positions are lists over."""
+    """Return the config with few layers, heads and words. Heads keep their width, as position scales depend on it."""
     small = copy.deepcopy(text)
     num_layers, heads = _num_layers(text), text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -238,18 +362,22 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    """As many as it takes until a layer of each type is there."""
+    """Return the fewest layers that include one of each type."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]
     return min(int(text.num_hidden_layers), max([_LAYERS, *(first + 1 for first in firsts)]))
 
 
-def _plain(causal_lm: Any, tokens: Sequence[int]) -> Tensor:
+def _plain(causal_lm: Any) -> list[Tensor]:
+    """Return log-probs (T, V) of each sequence, computed by transformers one at a time."""
     with torch.no_grad():
-        return _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])
+        return [
+            _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])
+            for tokens in _sequences()
+        ]
 
 
 def _scores(logits: Tensor) -> Tensor:
-    """(T, V) log-probs."""
+    """Return the log-probs (T, V)."""
     return logits.float().log_softmax(-1)

@@ -1,13 +1,14 @@
-"""Log-probabilities and entropies of tokens from hidden states, a chunk of the vocabulary's logits at a time.
+"""Log-probabilities and entropies of tokens from hidden states, computed for a chunk of positions at a time.
 
-Called by `PolicyModel` at the end of its forward. The logits of more than `chunk_rows` positions never exist together,
-in any dtype wider than the model's: forward keeps the *probabilities* of as many positions as fit in the memory that
-one float32 chunk would take, and backward recomputes the rest.
+Called by `PolicyModel` at the end of its forward. Logits in a dtype wider than the model's exist for at most
+`chunk_rows` positions at once: forward keeps logits in the model's dtype for as many positions as fit in the memory of
+one float32 chunk, and backward recomputes the rest. Both take the softmax in float32, a few rows at a time.
+Probabilities are never rounded to bfloat16: near 1 its steps are 1/256, which would lose the slope of a confident
+token, 1 - p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.distillation import DistillationSection
+from rayapp.config.other_models import DistillationSection
 from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
 
@@ -28,15 +29,15 @@ class Targets:
     """The P tokens to score: pairs of one of M positions and a token that follows it."""
 
     rows: Tensor
-    """(P,) which of the M positions, ascending."""
+    """(P,) index of each token's position among the M, ascending."""
     token_ids: Tensor
     """(P,)"""
     first_pairs: Int64Array
-    """(M + 1,) the first pair of each position, and P: on the host, so that no chunk waits for a GPU's queue."""
+    """(M + 1,) index of each position's first pair, then P. On the host, so that no chunk waits for the GPU."""
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
-    """The first pair of each of M positions, and the number of pairs.
+    """Return the index of the first pair of each of M positions, followed by the number of pairs.
 
     Example: pairs of positions [0, 0, 2] of 3 -> [0, 2, 2, 3].
     """
@@ -45,12 +46,12 @@ def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """How the output head computes, and what it returns."""
+    """Settings of the output head and of the scores it returns."""
 
     temperature: float
     chunk_rows: int
     softcap: float | None = None
-    """Logits become cap * tanh(logit / cap), before the temperature; None: they stay."""
+    """Logits become cap * tanh(logit / cap), before the temperature; None: no cap."""
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
     softmax_rows: int | None = None
@@ -62,7 +63,7 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherHead:
-    """The teacher at the same M positions: its distributions are made as the policy's are, a chunk at a time."""
+    """Hidden states and output embedding of the teacher at the same M positions; its logits too are made in chunks."""
 
     hidden: Tensor
     """(M, H')"""
@@ -72,23 +73,23 @@ class TeacherHead:
     section: DistillationSection
 
     def log_probs(self, start: int, stop: int) -> Tensor:
-        """Those of some of the positions, (stop - start, V) float32."""
+        """Return the teacher's log-probs at positions [start, stop): (stop - start, V) float32."""
         return torch.log_softmax(_scaled(self.hidden[start:stop] @ self.weight.t(), self.options), dim=-1)
 
 
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs of the targets at the given temperature.
+    """Return the log-probs of the targets at the given temperature, and numbers of each position's distribution.
 
     Args:
         hidden: (M, H) hidden states after the final norm.
-        weight: (V, H) of the output embedding.
-        teacher: to compare with; it gets no gradient.
+        weight: (V, H) output embedding.
+        teacher: teacher to compare with; it gets no gradient.
     Returns:
         log_probs (P,), entropy (M,), sum over the vocabulary of squared probabilities (M,) and the KL between policy
-        and teacher (M,), all float32. Entropy carries a gradient only when asked to; the third is zeros unless asked
-        for, the last without a teacher.
+        and teacher (M,), all float32. Entropy carries a gradient only with `entropy_needs_grad`; the sums are zeros
+        without `needs_sum_pi_squared`, the KL without a teacher.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher
@@ -109,9 +110,7 @@ class _TokenLogProbs(torch.autograd.Function):
         teacher: TeacherHead | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        # The slope of a cap needs logits again, which probabilities don't tell.
-        keeps = needs_grad and options.softcap is None
-        keep_rows = options.chunk_rows * 4 // weight.element_size() if keeps else 0
+        keep_rows = options.chunk_rows * 4 // weight.element_size() if needs_grad else 0
         num_rows = hidden.shape[0]
         log_probs = hidden.new_empty(rows.shape[0], dtype=torch.float32)
         entropy, squares, teacher_kl = hidden.new_zeros(3, num_rows, dtype=torch.float32)
@@ -121,13 +120,15 @@ class _TokenLogProbs(torch.autograd.Function):
             first, last = int(first_pairs[start]), int(first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
-            _to_probabilities(logits, pairs, first_pairs[start : stop + 1] - first, outputs, options)
+            _score(logits, pairs, first_pairs[start : stop + 1] - first, outputs, options)
             if teacher is not None:
-                for own, log_p, log_q in _beside(logits, teacher, start, options):
-                    teacher_kl[start:stop][own] = kl(log_p, log_q, teacher.section)
+                for low, high in _chunks(stop - start, options.rows_together(logits)):
+                    log_p = torch.log_softmax(_scaled(logits[low:high], options), dim=-1)
+                    log_q = teacher.log_probs(start + low, start + high)
+                    teacher_kl[start + low : start + high] = kl(log_p, log_q, teacher.section)
             if stop <= keep_rows:
                 kept.append(logits)
-        ctx.save_for_backward(hidden, weight, rows, token_ids, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, rows, token_ids, *kept)
         ctx.options, ctx.first_pairs, ctx.teacher = options, first_pairs, teacher
         ctx.mark_non_differentiable(*([squares] if teacher is not None else [squares, teacher_kl]))
         if not options.entropy_needs_grad:
@@ -138,8 +139,9 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None, grad_kl: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        hidden, weight, rows, token_ids, entropy, *kept = ctx.saved_tensors
+        hidden, weight, rows, token_ids, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
+        scale = 1.0 / options.temperature
         if not options.entropy_needs_grad:
             grad_entropy = None
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -147,22 +149,22 @@ class _TokenLogProbs(torch.autograd.Function):
         chunks = _chunks(hidden.shape[0], options.chunk_rows)
         for number, (start, stop) in enumerate(chunks):
             inner = hidden[start:stop]
-            probs = kept[number] if number < len(kept) else _probabilities(inner, weight, options)
+            logits = kept[number] if number < len(kept) else inner @ weight.t()
             first, last = int(ctx.first_pairs[start]), int(ctx.first_pairs[stop])
-            pairs = (rows[first:last] - start, token_ids[first:last])
-            entropy_grads = None if grad_entropy is None else (entropy[start:stop], grad_entropy[start:stop])
-            towards = _towards_teacher(probs, ctx.teacher, start, grad_kl[start:stop], options)
-            grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
-            if towards is not None:
-                grad_logits.add_(towards)
-            if options.softcap is not None:
-                # d (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
-                grad_logits.mul_(1 - (inner @ weight.t()).div_(options.softcap).tanh_().square_())
+            slopes = _Slopes(
+                rows=rows[first:last] - start,
+                token_ids=token_ids[first:last],
+                first_pairs=ctx.first_pairs[start : stop + 1] - first,
+                log_probs=grad_log_probs[first:last].float() * scale,
+                entropy=None if grad_entropy is None else grad_entropy[start:stop] * scale,
+                teacher=None if ctx.teacher is None else (ctx.teacher, start, grad_kl[start:stop] * scale),
+            )
+            grad_logits = _to_gradient(logits, slopes, options)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
-            del probs, grad_logits  # or they would be there while the next chunk is computed
+            del logits, grad_logits  # free them before the next chunk is computed
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, narrow, None, None, None, None, None
 
@@ -178,20 +180,20 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
-def _to_probabilities(
+def _score(
     logits: Tensor,
     pairs: tuple[Tensor, Tensor],
     first_pairs: Int64Array,
     outputs: tuple[Tensor, Tensor, Tensor],
     options: HeadOptions,
 ) -> None:
-    """Replace logits (C, V) by probabilities in place; fill log-probs of the pairs, entropies, and squares."""
+    """Write log-probs of the pairs, entropies and squares of a chunk's logits (C, V) into `outputs`."""
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         scaled = _scaled(logits[start:stop], options)
         probs = torch.softmax(scaled, dim=-1)
-        # log Z from the largest probability: that one is at least 1 / V, so its log never underflows.
+        # log Z from the largest probability, which is at least 1 / V, so that its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = int(first_pairs[start]), int(first_pairs[stop])
@@ -201,11 +203,10 @@ def _to_probabilities(
         entropy[start:stop] = log_norm - _row_dots(probs, scaled)
         if options.needs_sum_pi_squared:
             squares[start:stop] = _row_dots(probs, probs)
-        logits[start:stop] = probs
 
 
 def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
-    """Logits in float32 as they go into the softmax."""
+    """Return the softmax's input: logits in float32, capped and divided by the temperature."""
     scaled = logits.float()
     if options.softcap is not None:
         scaled = (scaled / options.softcap).tanh_().mul_(options.softcap)
@@ -213,57 +214,67 @@ def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
-    """Dot products of rows (C, V) -> (C,), without the temporary that a product and a sum would make."""
+    """Return dot products of rows, (C, V) -> (C,), without the temporary of a product and a sum."""
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
-def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
-    """Softmax of a chunk again, (C, V) in the model's dtype."""
-    logits = hidden @ weight.t()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slopes:
+    """Gradients of the loss with respect to the scores of C positions, divided by the temperature, float32."""
+
+    rows: Tensor
+    """(P,) position of each pair."""
+    token_ids: Tensor
+    """(P,)"""
+    first_pairs: Int64Array
+    """(C + 1,) index of each position's first pair, then P."""
+    log_probs: Tensor
+    """(P,)"""
+    entropy: Tensor | None
+    """(C,)"""
+    teacher: tuple[TeacherHead, int, Tensor] | None
+    """The teacher, its first position, and the gradients with respect to the KL (C,)."""
+
+
+def _to_gradient(logits: Tensor, slopes: _Slopes, options: HeadOptions) -> Tensor:
+    """Replace logits (C, V) in place by the loss's gradient, summed in float32 and then cast to the model's dtype.
+
+    d log p_t = onehot_t - p, d H = -p (log p + H).
+    """
+    per_row = logits.new_zeros(logits.shape[0], dtype=torch.float32).index_add_(0, slopes.rows, slopes.log_probs)
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
-        logits[start:stop] = torch.softmax(_scaled(logits[start:stop], options), dim=-1)
+        own = slice(start, stop)
+        # Don't name the scaled logits: they would stay in memory beside the gradients.
+        if slopes.entropy is None and slopes.teacher is None:
+            grads = torch.softmax(_scaled(logits[own], options), dim=-1).mul_(-per_row[own, None])
+        else:
+            log_p = torch.log_softmax(_scaled(logits[own], options), dim=-1)
+            grads = _distribution_gradient(log_p, per_row, own, slopes)
+            del log_p
+        pairs = slice(int(slopes.first_pairs[start]), int(slopes.first_pairs[stop]))
+        # A position has several targets where trajectories branch; their gradients add up.
+        targets = (slopes.rows[pairs] - start, slopes.token_ids[pairs])
+        grads.index_put_(targets, slopes.log_probs[pairs], accumulate=True)
+        if (cap := options.softcap) is not None:
+            # d (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
+            capped = logits[own].to(torch.float32, copy=True).div_(cap).tanh_()
+            grads.mul_(capped.square_().neg_().add_(1.0))
+        logits[own] = grads
     return logits
 
 
-def _beside(
-    probs: Tensor, teacher: TeacherHead, start: int, options: HeadOptions
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Which rows of a chunk, and their log-probs (C, V) under policy and teacher: as many rows as go together."""
-    for first, last in _chunks(probs.shape[0], options.rows_together(probs)):
-        log_probs = probs[first:last].float().clamp_min(torch.finfo(torch.float32).tiny).log_()
-        yield slice(first, last), log_probs, teacher.log_probs(start + first, start + last)
-
-
-def _towards_teacher(
-    probs: Tensor, teacher: TeacherHead | None, start: int, grad_kl: Tensor, options: HeadOptions
-) -> Tensor | None:
-    """(C, V) gradient of the KL by a chunk's logits."""
-    if teacher is None:
-        return None
-    grads = torch.empty_like(probs)
-    for own, log_p, log_q in _beside(probs, teacher, start, options):
-        grads[own] = kl_gradient(log_p, log_q, teacher.section) * (grad_kl[own, None] / options.temperature)
-    return grads
-
-
-def _grad_logits(
-    probs: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    grad_log_probs: Tensor,
-    entropy_grads: tuple[Tensor, Tensor] | None,
-    options: HeadOptions,
-) -> Tensor:
-    """(C, V) gradient, in place of probs: d log p_t = onehot_t - p, d H = -p (log p + H), both over temperature."""
-    rows, token_ids = pairs
-    scale = 1.0 / options.temperature
-    grads = (grad_log_probs * scale).float()
-    per_row = torch.zeros(probs.shape[0], dtype=torch.float32, device=probs.device).index_add_(0, rows, grads)
-    if entropy_grads is None:
-        grad_logits = probs.mul_(-per_row[:, None].to(probs.dtype))
+def _distribution_gradient(log_p: Tensor, per_row: Tensor, own: slice, slopes: _Slopes) -> Tensor:
+    """Return the gradient (rows, V) without the targets' own terms, for log-probs (rows, V) of rows `own`."""
+    towards: Tensor | None = None
+    if slopes.teacher is not None:
+        teacher, first, grad_kl = slopes.teacher
+        towards = kl_gradient(log_p, teacher.log_probs(first + own.start, first + own.stop), teacher.section)
+        towards.mul_(grad_kl[own, None])
+    p = log_p.exp()
+    if slopes.entropy is None:
+        grads = p.mul_(-per_row[own, None])
     else:
-        entropy, grad_entropy = entropy_grads
-        log_probs = probs.float().clamp_min(torch.finfo(torch.float32).tiny).log_()
-        slope = (log_probs + entropy[:, None]).mul_(grad_entropy[:, None] * scale)
-        grad_logits = slope.add_(per_row[:, None]).neg_().mul_(probs).to(probs.dtype)
-    # One position may have several targets, where trajectories part: they add up.
-    return grad_logits.index_put_((rows, token_ids), grads.to(grad_logits.dtype), accumulate=True)
+        # Compute it from log p: forward's log Z - sum p z has the rounding error of the largest logit.
+        entropy = -_row_dots(p, log_p)
+        grads = log_p.add_(entropy[:, None]).mul_(slopes.entropy[own, None]).add_(per_row[own, None]).neg_().mul_(p)
+    return grads if towards is None else grads.add_(towards)

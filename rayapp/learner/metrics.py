@@ -1,26 +1,70 @@
-"""Numbers of one step from the facts of all ranks. Every name says what it rests on; nothing is averaged over ranks.
+"""Metrics of one step, computed on rank 0 from the facts of all ranks; nothing is averaged over ranks.
 
 Log-probs, entropy and the difference to the engine are measured on the trajectories that were computed; those skipped
 because their advantages are all zero are counted in `learner/share_computed`.
+
+The difference between the learner's and the engine's log-probs is measured every step, whether it is corrected or not.
+A large difference means that engine and learner compute different policies (weights not synced, another dtype, another
+temperature), and that the policy gradient is biased.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayapp.config.algorithm import AlgorithmSection
-from rayapp.core.timing.stopwatch import Stopwatch
+from rayapp.config.other_models import DistillationSection
+from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
-from rayapp.learner.algo.mismatch import mismatch_metrics
 from rayapp.learner.batch import stack_rows
 from rayapp.learner.step_plan import StepTable
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Return differences in probability and verl's off-policy metrics.
+
+    Args:
+        learner_log_probs: (B, T) log-probs under the weights that should have sampled the tokens.
+        rollout_log_probs: (B, T) log-probs that the engine reported.
+        mask: (B, T) float32.
+    Returns:
+        `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared).
+        Empty when there is no token to compare.
+    """
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+
+    if not bool(mask.any()):
+        return {}
+    chosen = mask > 0
+    learner, rollout = learner_log_probs[chosen].double().exp(), rollout_log_probs[chosen].double().exp()
+    difference = (learner - rollout).abs()
+    metrics = {
+        "rollout_probs_diff/mean": float(difference.mean()),
+        "rollout_probs_diff/max": float(difference.max()),
+        "rollout_probs_diff/corr": _correlation(learner, rollout),
+        "rollout_log_probs_diff/max": float((learner_log_probs - rollout_log_probs)[chosen].abs().max()),
+    }
+    rows = chosen.any(dim=-1)
+    verl_metrics = compute_offpolicy_metrics(learner_log_probs[rows], rollout_log_probs[rows], mask[rows])
+    return metrics | {f"rollout_corr/{name}": float(value) for name, value in verl_metrics.items()}
+
+
+def _correlation(first: Tensor, second: Tensor) -> float:
+    """Return the Pearson correlation; 1.0 if either tensor is constant, where it is undefined."""
+    first, second = first - first.mean(), second - second.mean()
+    scale = float(first.norm() * second.norm())
+    return float(first @ second) / scale if scale > 0 else 1.0
+
+
 STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
-"""Of a step's time on a rank."""
+"""Parts of a step's time on a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +77,7 @@ class MicroBatchFacts:
     """Tokens that would have gone through the model without shared prefixes."""
     num_trained_tokens: int
     loss: float
-    """Its share of the mini-batch's loss: shares add up."""
+    """Share of the mini-batch's loss; shares add up."""
     metrics: dict[str, float]
     """verl's metrics, each a mean over the micro-batch's tokens."""
 
@@ -43,20 +87,20 @@ class RowFacts:
     """Numbers of one trajectory's R response tokens, each (R,)."""
 
     log_probs: FloatArray
-    """Log-probs in the update that trained on it."""
+    """Log-probs in the update that trained on the trajectory."""
     old_log_probs: FloatArray
     """Log-probs at the start of the step."""
     rollout_log_probs: FloatArray
     entropy: FloatArray
     ref_log_probs: FloatArray | None
     teacher_kl: FloatArray | None
-    """KL to the teacher: over all tokens it tells apart, or log p - log q of the sampled one."""
+    """KL to the teacher: over the whole vocabulary, or log p - log q of the sampled tokens."""
 
 
 def step_metrics(
-    micro: Sequence[MicroBatchFacts], rows: Mapping[int, RowFacts], table: StepTable, algorithm: AlgorithmSection
+    micro: Sequence[MicroBatchFacts], rows: Mapping[int, RowFacts], table: StepTable, teaching: DistillationSection
 ) -> dict[str, float]:
-    """All metrics but those of the optimizer and the clock. Keys are missing where nothing was computed."""
+    """Return all metrics but the optimizer's and the timings. Keys are missing where nothing was computed."""
     computed = sum(fact.num_computed_tokens for fact in micro)
     inputs = sum(fact.num_input_tokens for fact in micro)
     num_trained = int(table.num_response_tokens[table.loss_rows].sum())
@@ -72,11 +116,11 @@ def step_metrics(
         "learner/overlong_filtered": float((table.trained & table.filtered).sum()),
         "learner/zero_variance_groups": zero_variance_share(table),
     }
-    return metrics | _verl_means(micro) | _row_metrics(rows, algorithm)
+    return metrics | _verl_means(micro) | _row_metrics(rows, teaching)
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Share of groups whose trained rewards are all equal: they teach nothing. 0 when no group is trained on."""
+    """Return the share of groups whose trained rewards are all equal, so that they teach nothing; 0 without groups."""
     equal = [
         float(np.ptp(table.rewards[chosen]) == 0.0)
         for group in range(table.num_groups)
@@ -86,7 +130,7 @@ def zero_variance_share(table: StepTable) -> float:
 
 
 def _verl_means(micro: Sequence[MicroBatchFacts]) -> dict[str, float]:
-    """Each of verl's metrics, weighted by tokens."""
+    """Return the mean of each of verl's metrics, weighted by tokens."""
     names = sorted({name for fact in micro for name in fact.metrics})
     result: dict[str, float] = {}
     for name in names:
@@ -96,7 +140,7 @@ def _verl_means(micro: Sequence[MicroBatchFacts]) -> dict[str, float]:
     return result
 
 
-def _row_metrics(rows: Mapping[int, RowFacts], algorithm: AlgorithmSection) -> dict[str, float]:
+def _row_metrics(rows: Mapping[int, RowFacts], teaching: DistillationSection) -> dict[str, float]:
     if not rows:
         return {}
     ordered = [rows[row] for row in sorted(rows)]
@@ -113,12 +157,15 @@ def _row_metrics(rows: Mapping[int, RowFacts], algorithm: AlgorithmSection) -> d
         metrics["learner/kl_to_reference"] = _reference_kl(ordered)
     if ordered[0].teacher_kl is not None:
         kl = np.concatenate([row.teacher_kl for row in ordered if row.teacher_kl is not None])
-        metrics |= {"distillation/kl": float(kl.mean()), "distillation/kl_max": float(kl.max())}
+        # log p - log q of sampled tokens estimates the reverse KL, even if the forward KL is distilled.
+        is_other = teaching.kl == "forward" and not teaching.needs_logits
+        name = "distillation/reverse_kl" if is_other else "distillation/kl"
+        metrics |= {name: float(kl.mean()), f"{name}_max": float(kl.max())}
     return metrics | _mismatch(ordered)
 
 
 def _reference_kl(rows: Sequence[RowFacts]) -> float:
-    """k3 estimate of KL(policy || reference), whatever the loss uses: it is never negative."""
+    """Return the k3 estimate of KL(policy || reference), which is never negative, whatever estimate the loss uses."""
     log_ratio = np.concatenate([row.ref_log_probs - row.log_probs for row in rows if row.ref_log_probs is not None])
     return float((np.exp(np.clip(log_ratio, -20.0, 20.0)) - log_ratio - 1.0).mean())
 
@@ -134,6 +181,6 @@ def _mismatch(rows: Sequence[RowFacts]) -> dict[str, float]:
 
 
 def timing_metrics(watch: Stopwatch) -> dict[str, float]:
-    """`timing_s/learner/*`; all but `total` add up to `total`."""
+    """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}

@@ -16,7 +16,7 @@ from rayapp.learner.policy import PolicyModel
 
 
 def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay on matrices only: decaying norms and biases pulls them to 0, where they break."""
+    """Return fused AdamW with weight decay on matrices only: norms and biases must not be pulled to 0."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
@@ -27,13 +27,15 @@ def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim
 
 
 def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
-    """Learning rate of optimizer step `step`, counted from 1 to `num_steps`.
+    """Return the learning rate of optimizer step `step`, counted from 1 to `num_steps`.
 
-    Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 0.5, 0.0.
+    The schedule reaches its end one step after the last.
+
+    Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 1.0, 0.5.
     """
     if step <= section.warmup_steps:
         return section.lr * step / section.warmup_steps
-    progress = (step - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
+    progress = (step - 1 - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
     return section.lr * _decay(min(1.0, progress), section)
 
 
@@ -50,9 +52,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients so that their global norm over all ranks is at most `max_norm`; returns it as it was.
+    """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before that.
 
-    Not finite when a gradient is not; then nothing was scaled.
+    If a gradient is not finite, the norm isn't either, and nothing is scaled.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))

@@ -7,9 +7,8 @@ segments are laid out depth first, side by side with those of other groups:
             |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
             '- f g
 
-Linear layers and norms see one row of N unique tokens. Attention needs only this: a segment sees itself causally, and
-all that follows it inside its subtree sees it whole. Trajectories that share nothing are trees of one segment, so plain
-packing is the same code.
+Linear layers and norms see one row of N unique tokens. In attention a segment sees itself causally and all of its
+ancestors. Trajectories that share nothing are trees of one segment, so plain packing is the same code.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from rayapp.core.types import Int32Array
 Int64Array = NDArray[np.int64]
 
 MIN_SAVED_TOKENS = 4
-"""Least tokens that a branch must save: its own attention calls cost about as much as a few tokens."""
+"""Fewest tokens that a branch must save: its own attention calls cost about as much as a few tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens between two branches."""
+    """Consecutive tokens between two branching points."""
 
     start: int
     """First packed position."""
     end: int
-    """One past the last; never equal to `start`."""
+    """One past the last packed position; greater than `start`."""
     subtree_end: int
     """Packed positions [end, subtree_end) continue this segment and see all of it."""
     parent: int
@@ -45,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """N unique tokens of some sequences.
+    """N unique tokens of several sequences.
 
     Example: sequences [7, 8, 1, 2] and [7, 8, 1, 3] without the sharing threshold -> token_ids [7, 8, 1, 2, 3],
     position_ids [0, 1, 2, 3, 3], paths [0, 1, 2, 3] and [0, 1, 2, 4].
@@ -58,7 +57,7 @@ class Packing:
     segments: tuple[Segment, ...]
     """Depth first; together they cover [0, N) in order."""
     paths: tuple[Int64Array, ...]
-    """For each sequence, in the order given: packed position of each of its tokens."""
+    """For each sequence, in the order given, the packed position of each of its tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +65,7 @@ class Packing:
 
 
 def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Packing:
-    """Lay sequences out so that each shared token is there once.
+    """Pack sequences so that each shared token occurs once.
 
     Args:
         trees: sequences that may share prefixes, group by group; no sequence is empty.
@@ -76,13 +75,13 @@ def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Pack
     """
     sequences = [sequence for tree in trees for sequence in tree]
     numbers = range(len(sequences))
-    builder, rest = _Builder(sequences), iter(numbers)
+    builder, rest = _PackingBuilder(sequences), iter(numbers)
     for members in [[next(rest) for _ in tree] for tree in trees] if share_prefixes else [[i] for i in numbers]:
         builder.add_tree(members)
     return builder.finish()
 
 
-class _Builder:
+class _PackingBuilder:
     """Collects segments depth first."""
 
     def __init__(self, sequences: Sequence[Int32Array]) -> None:
@@ -94,8 +93,8 @@ class _Builder:
         self._size = 0
 
     def add_tree(self, members: list[int]) -> None:
-        # Sort: sequences with a common prefix become neighbours, and what a range of them shares is the least that two
-        # neighbours in it share.
+        # Sort, so that sequences with a common prefix are neighbours. A range of them shares as many tokens as the two
+        # neighbours in it that share the fewest.
         order = sorted(members, key=lambda i: sort_key(self._sequences[i]))
         shared = [common_prefix(self._sequences[a], self._sequences[b]) for a, b in itertools.pairwise(order)]
         self._branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
@@ -109,7 +108,7 @@ class _Builder:
         )
 
     def _branch(self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int) -> None:
-        """Place the sequences `order` (sorted; `shared[i]` is the common prefix of neighbours) from `depth` on."""
+        """Place the sorted sequences `order` from `depth` on; `shared[i]` is the common prefix of neighbours."""
         common = min(shared) if shared else self._sequences[order[0]].size
         saved = (common - depth) * (len(order) - 1)
         if len(order) > 1 and saved < MIN_SAVED_TOKENS:
@@ -128,7 +127,7 @@ class _Builder:
     def _branch_children(
         self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int
     ) -> None:
-        """Place what follows the `depth` common tokens: a branch ends where neighbours share no more than those."""
+        """Place the tokens after the `depth` common ones; a branch ends where neighbours share no more than those."""
         smallest = min(shared) if shared else 0
         first = 0
         for i in range(len(order)):
@@ -151,19 +150,19 @@ class _Builder:
 
 
 def common_prefix(first: Int32Array, second: Int32Array) -> int:
-    """Number of leading tokens that two sequences share."""
+    """Return the number of leading tokens that two sequences share."""
     size = min(first.size, second.size)
     differ = np.flatnonzero(first[:size] != second[:size])
     return int(differ[0]) if differ.size else int(size)
 
 
 def sort_key(tokens: Int32Array) -> bytes:
-    # Big-endian bytes of non-negative ids order as the ids do.
+    # Big-endian bytes of non-negative ids sort as the ids do.
     return tokens.astype(">u4").tobytes()
 
 
 def segment_paths(segments: Sequence[Segment]) -> list[Int64Array]:
-    """Packed positions of each segment's path: those of the segments it continues, and its own."""
+    """Return the packed positions of each segment's path: those of its ancestors, then its own."""
     paths: list[Int64Array] = []
     for segment in segments:
         own = np.arange(segment.start, segment.end)

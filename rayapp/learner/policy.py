@@ -1,7 +1,7 @@
 """The policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
-`load_policy` makes it; the learner calls it. The same path serves one rank and many, CPU and GPU, the trained policy
-and the frozen reference. It knows nothing of rewards, losses or optimizers.
+`load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
+and the frozen reference. It is independent of rewards, losses and optimizers.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
-from rayapp.config.distillation import DistillationSection
+from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import InputError
-from rayapp.core.imports import large_imports
-from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
+from rayapp.core.names import large_imports
+from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.compute.fused import fuse
-from rayapp.learner.compute.sequence import (
+from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
+from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
+from rayapp.learner.fused import fuse
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
+from rayapp.learner.sequence import (
     SEQUENCE_ATTENTION,
     OwnTokens,
     SequenceGroup,
-    SequencePlan,
+    SequenceLayout,
     check_sequence_parallel,
     gather_rows,
     own_tokens,
     register_sequence_attention,
 )
-from rayapp.learner.families.head import head_rule
-from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
-from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -53,13 +52,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """A micro-batch's numbers on the learner's device."""
+    """Tensors of a micro-batch on the learner's device."""
 
     token_ids: Tensor
     """(1, N)"""
     position_ids: Tensor
     """(1, N)"""
-    attention: AttentionPlan | SequencePlan
+    attention: AttentionLayout | SequenceLayout
     head_positions: Tensor
     """(M,)"""
     targets: Targets
@@ -72,14 +71,14 @@ class DeviceBatch:
     routed_experts: Tensor | None = None
     """(N, layers, k), as in `MicroBatch`."""
     part: OwnTokens | None = None
-    """With sequence parallelism: N, M and the targets are those of this rank's part, and this is which."""
+    """This rank's part with sequence parallelism: N, M and the targets then cover this part only."""
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
-    """Copy to the device what a forward needs of a micro-batch.
+    """Copy the tensors that a forward needs of a micro-batch to the device.
 
     Args:
-        group: the ranks that compute it together with this one; None where each computes its own.
+        group: ranks that compute the micro-batch together with this one; None without sequence parallelism.
     """
 
     def moved(array: Any) -> Tensor:
@@ -96,7 +95,7 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     return DeviceBatch(
         token_ids=moved(packing.token_ids[tokens])[None],
         position_ids=moved(packing.position_ids[tokens])[None],
-        attention=plan if group is None else SequencePlan(whole=plan, group=group),
+        attention=plan if group is None else SequenceLayout(whole=plan, group=group),
         head_positions=moved(head_positions),
         targets=Targets(
             rows=moved(rows),
@@ -112,29 +111,29 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
 
 
 class TokenScores(NamedTuple):
-    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. A tuple, as FSDP hooks tensors in tuples."""
+    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. A tuple, as FSDP finds tensors in tuples."""
 
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
     teacher_kl: Tensor
-    """To the teacher where each token was sampled; 0 without one."""
+    """KL to the teacher at each sampled token's position; 0 without a teacher."""
 
 
 class PolicyModel(nn.Module):
-    """The transformers model with our head: hidden states only where a response token is predicted, no logits out."""
+    """Transformers model with our head: scores where a response token is predicted, and returns no logits."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None
-        """The first so many tokens of its head count, in place of all: what is past them is another model's padding."""
+        """Number of leading tokens of its head to use, as another model's vocabulary ends there; None: all."""
         self.replay: RouterReplay | None = None
-        """What makes its routers choose the engine's experts; None: they choose their own."""
+        """Makes its routers choose the engine's experts; None: they choose their own."""
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
-        """Score every response token of the micro-batch; with a teacher's head of it, the KL to that too."""
+        """Score every response token of the micro-batch, with the KL to the teacher if one is given."""
         log_probs, *by_head = token_log_probs(
             self._hidden(batch), self._output_weight(), batch.targets, self._head.applied_to(options), teacher
         )
@@ -148,8 +147,7 @@ class PolicyModel(nn.Module):
         )
 
     def read(self, batch: DeviceBatch, options: HeadOptions, section: DistillationSection) -> TeacherHead:
-        """What this model's distributions follow from where the micro-batch has response tokens. Its head stays
-        gathered until `reshard`."""
+        """Return this model as the teacher of a micro-batch. Its output embedding stays gathered until `reshard`."""
         return TeacherHead(
             hidden=self._hidden(batch),
             weight=self._output_weight().detach(),
@@ -158,7 +156,7 @@ class PolicyModel(nn.Module):
         )
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        """(M, H)"""
+        """Return the hidden states (M, H)."""
         model: Any = self.causal_lm
         experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         outputs = model.get_decoder()(
@@ -168,33 +166,33 @@ class PolicyModel(nn.Module):
         return hidden
 
     def _output_weight(self) -> Tensor:
-        """(V, H)"""
+        """Return the output embedding (V, H)."""
         weight: Tensor = self.causal_lm.get_output_embeddings().weight  # type: ignore[operator]
         return weight if self.num_tokens is None else weight[: self.num_tokens]
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that its head has a logit for."""
+        """Number of tokens that its head has a logit for."""
         return self._output_weight().shape[0]
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """Gather to (B, T); the gradient of a shared token is the sum over the rows it is in."""
+    """Gather values to (B, T); a shared token's gradient is the sum over its rows."""
     if index.shape[0] == 0:
-        # An empty micro-batch has no row, but a zero gradient must reach every parameter, or FSDP waits for ever.
+        # An empty micro-batch has no row, but a zero gradient must reach every parameter, or FSDP waits forever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
     return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
 
 
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked: bool = True) -> PolicyModel:
-    """The model at `config.model.path`, sharded over the mesh.
+    """Load the model at `config.model.path`, sharded over the mesh.
 
-    It is built without memory and sharded, and then each rank reads its own part.
+    Builds and shards the model without memory; then each rank reads its own part of the weights.
 
     Args:
-        is_checked: whether its family is, on rank 0: the check computes a small model, and once is enough.
+        is_checked: check the model's family, on rank 0 only, by computing a small model.
     Raises:
-        InputError: the model can't be loaded, or is of a family that the learner does not compute.
+        InputError: the model can't be loaded, or the learner does not support its family.
     """
     causal_lm = build_causal_lm(config, is_checked=is_checked and mesh.get_rank() == 0)
     section = config.learner
@@ -209,7 +207,10 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
 
 
 def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
-    """A transformers model as the learner runs it, not sharded yet: adapters added, and what is not trained frozen."""
+    """Return a transformers model as the learner runs it, before sharding: adapters added, other parameters frozen.
+
+    Frozen parameters are cast to the compute dtype; trained ones stay float32.
+    """
     if config.learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
@@ -221,16 +222,19 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
     if trainable and config.learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[config.learner.compute_dtype])
     return model
 
 
 def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
-    """The transformers model in float32 with packed attention, on torch's meta device: without weights or memory.
+    """Build the transformers model in float32 with packed attention, on torch's meta device: without weights or memory.
 
     Args:
-        is_checked: whether to compare a small model of this family with plain attention first.
+        is_checked: first compare a small model of this family with plain attention.
     Raises:
-        InputError: it can't be made, or the learner would compute another model.
+        InputError: the model can't be built, or the learner does not support its family.
     """
     with large_imports():
         from transformers import AutoModelForCausalLM
@@ -247,7 +251,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
                 dtype=torch.float32,
                 attn_implementation=ATTENTION_NAME if config.learner.sequence_parallel == 1 else SEQUENCE_ATTENTION,
                 trust_remote_code=config.model.trust_remote_code,
-            )
+            ).to(torch.float32)  # Apertus creates its activation's parameters in bfloat16 whatever dtype is given
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
@@ -260,16 +264,16 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
 
 
 def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
-    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset.
+    """Allocate a sharded model that is on the meta device: buffers are computed, parameters stay unset.
 
     Args:
-        on_host: its parameters are in host memory; buffers are where it computes.
+        on_host: allocate parameters in host memory; buffers are always on `device`.
     """
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
-    causal_lm.tie_weights()  # each name got memory of its own
+    causal_lm.tie_weights()  # tie again: each name got memory of its own
     for parameter in causal_lm.parameters():
-        parameter._is_hf_initialized = True  # noqa: SLF001 - how transformers knows what is not to be set
+        parameter._is_hf_initialized = True  # noqa: SLF001 - tells transformers not to initialize it
     causal_lm.initialize_weights()
     for module in causal_lm.modules():
         module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})  # noqa: SLF001
@@ -278,20 +282,20 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
 def shard(
     model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
 ) -> PolicyModel:
-    """FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32.
+    """Shard with FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32.
 
     Args:
-        cpu_offload: shards, gradients and with them the optimizer's state live in host memory.
+        cpu_offload: keep shards, gradients and thereby the optimizer's state in host memory.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
-    # Pinned memory is for copies to a GPU; a CPU run has none to pin for.
+    # Pinned memory only speeds up copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:
-        # On CPU host memory is plenty, and gathering again in backward costs time.
+        # On CPU keep layers gathered until backward: memory is plentiful, and gathering again costs time.
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not is_cpu)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     register_fsdp_forward_method(model, "read")
@@ -302,7 +306,7 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
     """Tell FSDP, before a backward, whether to reduce gradients over the ranks after it.
 
     On CPU the gradients of all micro-batches are summed locally and reduced once, after the last of the optimizer step;
-    on GPU they are reduced each time, as the memory for the sum is too dear.
+    on GPU they are reduced each time, to save the memory of the unsharded sum.
     """
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -310,5 +314,5 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
 
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under its module's name, tied ones once. Without LoRA these are the Hugging Face names."""
+    """Yield every parameter with its module's name, tied ones once. Without LoRA these are the Hugging Face names."""
     yield from model.causal_lm.named_parameters()

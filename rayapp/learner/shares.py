@@ -1,7 +1,7 @@
-"""Which rank trains on which trajectories: about as many tokens each, in every mini-batch.
+"""Assigns a step's trajectories to ranks, with about as many tokens for each rank in every mini-batch.
 
-Ranks wait for each other at every optimizer step, so each mini-batch is dealt by itself. Called by the driver and so
-without torch; `PolicyLearner` gets the result.
+Ranks wait for each other at every optimizer step, so each mini-batch is balanced by itself. The driver calls it, so it
+does without torch; `PolicyLearner` gets the result.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS, NEEDS_NO_GROUP
+from rayapp.config.algorithm import ADV_ESTIMATORS, BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
 
 class Share(NamedTuple):
-    """Neighbouring trajectories of a group. Examples: `Share(3, 0, 8)`, the first eight; `Share(3)`, all."""
+    """Consecutive trajectories of a group. Examples: `Share(3, 0, 8)`, the first eight; `Share(3)`, all."""
 
     position: int
-    """Of the group in its step."""
+    """Position of the group in its step."""
     start: int = 0
     stop: int | None = None
 
     def has(self, index: int) -> bool:
-        """Whether trajectory `index` of the group is in it."""
+        """Return whether the share includes trajectory `index` of the group."""
         return index >= self.start and (self.stop is None or index < self.stop)
 
 
 class _Row(NamedTuple):
-    """A trajectory, as far as it is dealt."""
+    """Sizes of a trajectory that decide which rank gets it."""
 
     position: int
     trajectory: int
     num_tokens: int
-    """Tokens that it computes alone."""
+    """Tokens that are computed for this trajectory only."""
     num_shared: int
-    """Tokens that a rank computes once for all of the group's trajectories that it has."""
+    """Tokens that a rank computes once for all its trajectories of the group."""
 
 
 Shares = tuple[tuple[Share, ...], ...]
-"""By the group of ranks that trains on them, in the order of the step."""
+"""Shares of each sequence group (or rank), in the order of the step."""
 
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
-    """Each rank's shares, in the order of the step: runs of neighbours, so that few groups are cut.
+    """Return each rank's shares, in the order of the step, as consecutive trajectories so that few groups are split.
 
-    The busiest rank of a mini-batch is ahead of the others by one trajectory at most.
+    The busiest rank of a mini-batch exceeds the others by at most one trajectory.
     """
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]
@@ -64,23 +64,24 @@ def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> S
 
 
 def groups_per_minibatch(num_groups: int, num_minibatches: int) -> int:
-    """Whole groups of one optimizer step; at least 1."""
+    """Return the number of whole groups in one optimizer step, at least 1."""
     return max(1, -(-num_groups // num_minibatches))
 
 
 def pulls_at_zero_advantage(config: Config) -> bool:
-    """Whether a trajectory without any advantage has a gradient: a loss other than the policy's is configured."""
+    """Return whether a trajectory with zero advantages has a gradient, from a loss other than the policy's."""
     algorithm = config.algorithm
     return (
         algorithm.kl_loss_coef > 0
         or bool(config.distillation.teacher)
         or algorithm.entropy_coef > 0
         or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
+        or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in may have any terms
     )
 
 
 def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row]:
-    """The group's trajectories. Those that are not computed take no time."""
+    """Yield a row for each of the group's trajectories; those that are not computed have no tokens."""
     shared = summary.num_prompt_tokens if config.learner.share_prefixes else 0
     is_idle = not _teaches(summary, config)
     for index, (num_tokens, is_valid) in enumerate(zip(summary.num_tokens, summary.valid, strict=True)):
@@ -91,17 +92,17 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """False if nothing of the group will be computed, as its trajectories have equal rewards."""
+    """Return whether the group will be computed: not if its trajectories have equal rewards."""
     estimator = config.algorithm.adv_estimator
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP, *NEEDS_LOG_PROBS)
-    if pulls_at_zero_advantage(config) or estimator in looks_beyond:
+    if pulls_at_zero_advantage(config) or estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
         return True
     rewards = summary.rewards[summary.valid.astype(bool)]
     return bool(rewards.size) and bool(np.ptp(rewards) > 0)
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    """The rank of each row: as few tokens on the busiest rank as runs of neighbours allow."""
+    """Return the rank of each row, with consecutive rows for each rank and the fewest tokens on the busiest."""
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2
@@ -110,7 +111,7 @@ def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
 
 
 def _fill(rows: Sequence[_Row], capacity: int) -> list[int]:
-    """The rank of each row, when each rank takes rows until it would have more tokens than `capacity`."""
+    """Return the rank of each row if each rank takes rows until it would exceed `capacity` tokens."""
     ranks, rank, load, last = [], 0, 0, -1
     for row in rows:
         more = row.num_tokens + (row.num_shared if row.position != last else 0)

@@ -19,14 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
-from rayapp.core.timing.stopwatch import Stopwatch
+from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
-from rayapp.learner.algo.advantages import AdvantageInputs
-from rayapp.learner.algo.distillation import teacher_advantages
-from rayapp.learner.algo.losses import LossRows, LossScale, aggregated, kl_loss, make_actor_config, policy_loss
-from rayapp.learner.algo.privileged import VerdictReader
+from rayapp.learner.algo.advantages import AdvantageInputs, response_mask
+from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
+from rayapp.learner.algo.losses import (
+    LossRows,
+    LossScale,
+    aggregated,
+    correction_weights,
+    coupled_gradients,
+    kl_loss,
+    make_actor_config,
+    policy_loss,
+)
 from rayapp.learner.batch import (
     MicroBatch,
     TrainItem,
@@ -36,7 +44,6 @@ from rayapp.learner.batch import (
     split,
     stack_rows,
 )
-from rayapp.learner.batch_coupled_losses import coupled_gradients
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
@@ -46,6 +53,7 @@ from rayapp.learner.shares import Share
 from rayapp.learner.step_plan import (
     StepTable,
     advantage_inputs,
+    has_finite_rewards,
     local_items,
     loss_scale,
     make_table,
@@ -66,9 +74,9 @@ class PolicyLearner:
     model: PolicyModel
     optimizer: torch.optim.AdamW
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
-    """Models beside it that don't learn, by their names in `frozen_models`."""
+    """Models that are not trained, by their names in `frozen_models`."""
     verdicts: VerdictReader | None = None
-    """What the teacher reads and the policy did not; None: nothing."""
+    """Puts the verdict before the prompt that the teacher reads; None: the teacher reads the policy's prompt."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
@@ -88,7 +96,7 @@ class PolicyLearner:
         return _Step(self, step, summaries, shares, groups).run()
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
-        """Scores of every item without gradient. Collective: every rank must call it."""
+        """Score every item without gradient. Returns scores by row. Collective: every rank must call it."""
         scores: dict[int, RowScores] = {}
         with torch.no_grad():
             for batch in self.micro_batches(items):
@@ -155,6 +163,8 @@ class RowScores:
     """Scores of one trajectory's R response tokens, each (R,)."""
 
     log_probs: FloatArray
+    rollout_log_probs: FloatArray
+    """Log-probs that the engine reported."""
     entropy: FloatArray
     sum_pi_squared: FloatArray
 
@@ -208,11 +218,8 @@ class _Step:
 
     def _items(self, table: StepTable) -> list[TrainItem]:
         """This rank's trajectories whose gradient is not known to be zero."""
-        bad = [s.group_id for s in self.summaries if not np.isfinite(s.rewards[s.valid.astype(bool)]).all()]
-        if bad:
-            log.warning("step %d trains on nothing: groups %s have rewards that are not finite", self.number, bad)
-            self.num_skipped += 1
-            return []
+        if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
+            log.warning("step %d leaves out groups %s: they have rewards that are not finite", self.number, bad)
         if self.algorithm.adv_estimator in NEEDS_LOG_PROBS:
             self._score_all(table)
         with self.watch("prepare"):
@@ -238,14 +245,18 @@ class _Step:
         scores = {row: score for part in self.learner.ranks.gather_data(self.old) for row, score in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         rows = [scores[int(row)] for row in table.trained_rows]
+        old = stack_rows([row.log_probs for row in rows], width)
+        rollout = stack_rows([row.rollout_log_probs for row in rows], width)
+        mask = response_mask(inputs.num_response_tokens)
         return replace(
             inputs,
-            old_log_probs=stack_rows([row.log_probs for row in rows], width),
+            old_log_probs=old,
             sum_pi_squared=stack_rows([row.sum_pi_squared for row in rows], width),
+            is_weights=correction_weights(old, rollout, mask, self.algorithm) if rows else None,
         )
 
     def _score_first(self, items: Sequence[TrainItem]) -> None:
-        """Compute the log-probs that the update itself does not give: old ones, and those of frozen models."""
+        """Compute the log-probs that the update itself does not give: old log-probs, and log-probs of frozen models."""
         learner = self.learner
         needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
         # Scoring is collective, so all ranks must decide alike: by the config. `self.old` is empty on a rank that was
@@ -262,12 +273,12 @@ class _Step:
                 self.frozen["teacher"] = self._taught(items)
 
     def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
-        """The teacher's log-probs of the sampled tokens."""
+        """Return the teacher's log-probs (R,) of the sampled tokens, by row."""
         learner, section = self.learner, self.config.distillation
         if learner.verdicts is not None:
             items = [learner.verdicts.beside(item) for item in items]
         if section.base_url:
-            from rayapp.learner.algo.teacher_server import served_log_probs
+            from rayapp.learner.algo.distillation import served_log_probs
 
             return served_log_probs(items, section, learner.ranks.world_size)
         return self._log_probs(items, learner.model if section.is_policy else learner.frozen["teacher"])
@@ -280,6 +291,12 @@ class _Step:
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner
+        if not scale.num_trajectories:  # on all ranks alike
+            log.warning("step %d: an optimizer step is skipped: no trajectory is in its loss", self.number)
+            learner.optimizer_steps += 1
+            self.grad_norms.append(0.0)
+            self.num_skipped += 1
+            return
         with self.watch("prepare"):
             batches = learner.micro_batches(items)
             actor_config = make_actor_config(self.config, scale)
@@ -313,16 +330,16 @@ class _Step:
         return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
 
     def _distilled(self, item: TrainItem) -> TrainItem:
-        """The trajectory with what the teacher thinks of its tokens in its advantages."""
+        """Return the trajectory with the teacher's advantages added to its own."""
         if "teacher" not in self.frozen:
             return item
         teacher, old = self.frozen["teacher"][item.row], self.old[item.row].log_probs
         worth = teacher_advantages(torch.from_numpy(teacher), torch.from_numpy(old), self.config.distillation)
-        more: FloatArray = (self.config.distillation.weight * worth).numpy()
+        more: FloatArray = worth.numpy()
         return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
-        """What the teacher makes of a micro-batch, where its whole distribution counts. Collective."""
+        """Return the teacher's head on a micro-batch; None unless the loss needs its whole distribution. Collective."""
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
@@ -375,7 +392,7 @@ class _Step:
             teacher_kl = scores.teacher_kl
         elif "teacher" in frozen:
             teacher_kl = (old - frozen["teacher"]) * mask
-            advantages += section.weight * teacher_advantages(frozen["teacher"], old, section) * mask
+            advantages += teacher_advantages(frozen["teacher"], old, section) * mask
         return LossRows(
             log_probs=scores.log_probs,
             old_log_probs=old,
@@ -401,7 +418,7 @@ class _Step:
         return loss
 
     def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
-        """Copy to the host what the metrics are computed from."""
+        """Copy the values that metrics are computed from to the host."""
         log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
         entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
         ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
@@ -418,7 +435,7 @@ class _Step:
             )
 
     def _agreement(self) -> dict[str, float]:
-        """How far the learner's routers agree with the server's; nothing without `learner.router_replay`."""
+        """Return how often the learner's routers agree with the server's; {} without router replay."""
         replay = self.learner.model.replay
         if replay is None:
             return {}
@@ -433,9 +450,10 @@ class _Step:
         for part in learner.ranks.gather_data(self.row_facts):
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
-        metrics = step_metrics(micro, rows, table, self.algorithm) | self._agreement()
+        metrics = step_metrics(micro, rows, table, self.config.distillation) | self._agreement()
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),
+            "learner/groups_not_finite": float(sum(not has_finite_rewards(summary) for summary in self.summaries)),
             "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),
             "learner/skipped_steps": float(self.num_skipped),
             "learner/skipped_steps_total": float(learner.skipped_steps),
@@ -447,6 +465,7 @@ def _by_row(batch: MicroBatch, scores: TokenScores) -> dict[int, RowScores]:
     return {
         item.row: RowScores(
             log_probs=log_probs[i, : item.advantages.size],
+            rollout_log_probs=item.trajectory.rollout_log_probs[item.trajectory.response_mask],
             entropy=entropy[i, : item.advantages.size],
             sum_pi_squared=squares[i, : item.advantages.size],
         )

@@ -1,7 +1,7 @@
-"""The plan of one step: advantages, which trajectories count, and how the step is cut into optimizer steps.
+"""Plan of one step: the trajectories that count, their advantages, and the division into optimizer steps.
 
-Made on every rank from the summaries of *all* groups, so that ranks agree on every count without talking; only the
-trajectories themselves differ from rank to rank.
+Every rank makes it from the summaries of *all* groups, so that ranks agree on every count without communication; only
+the trajectories themselves differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.algorithm_names import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import FloatArray, Group, GroupSummary, RolloutStatus
@@ -24,16 +24,16 @@ from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_adv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """Every trajectory of the step, in order, as arrays over R rows; the same on every rank."""
+    """All trajectories of the step, in order, as arrays over R rows; the same on every rank."""
 
     group: NDArray[np.int64]
-    """(R,) position of its group."""
+    """(R,) position of the trajectory's group."""
     index: NDArray[np.int64]
-    """(R,) which trajectory of its group."""
+    """(R,) index of the trajectory in its group."""
     trained: NDArray[np.bool_]
-    """(R,) counts in baselines, and in losses where it is not `filtered`."""
+    """(R,) True if the trajectory counts in baselines, and in losses unless it is `filtered`."""
     filtered: NDArray[np.bool_]
-    """(R,) left out of the loss by algorithm.overlong.filter."""
+    """(R,) True if algorithm.overlong.filter leaves the trajectory out of the loss."""
     rewards: FloatArray
     """(R,)"""
     num_response_tokens: NDArray[np.int64]
@@ -50,12 +50,13 @@ class StepTable:
 
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
-    """The table of the step: which trajectories count.
+    """Make the table of the step and mark the trajectories to train on.
 
-    Left out are invalid ones, the greedy baseline of remax, and those whose group has nobody to compare them with.
+    Not trained are invalid trajectories, the greedy baseline of remax, groups with a reward that is not finite, and
+    trajectories that are alone in their group if the estimator compares within groups.
     """
     estimator = config.algorithm.adv_estimator
-    trained = [summary.valid.astype(bool).copy() for summary in summaries]
+    trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
     for valid in trained:
         if estimator in NEEDS_GREEDY_BASELINE:
             # The greedy trajectory is the group's baseline: without its verdict the others can't be judged.
@@ -76,8 +77,13 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     )
 
 
+def has_finite_rewards(summary: GroupSummary) -> bool:
+    """Return whether all rewards of the group's valid trajectories are finite."""
+    return bool(np.isfinite(summary.rewards[summary.valid.astype(bool)]).all())
+
+
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
-    """The estimator's inputs, for the trained rows."""
+    """Return the estimator's inputs, for the trained rows."""
     rows = table.trained_rows
     baselines = None
     if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
@@ -92,7 +98,7 @@ def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config
 
 
 def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) -> dict[int, FloatArray]:
-    """(R_i,) advantages by row number, for the trained rows."""
+    """Return the advantages (R_i,) of the trained rows, by row number."""
     rows = table.trained_rows
     if rows.size == 0:
         return {}
@@ -101,13 +107,13 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
-    """(R,) which optimizer step of this step a row belongs to: whole groups, in order."""
+    """Return for each row (R,) the index of its optimizer step within the step: whole groups, in order."""
     result: NDArray[np.int64] = table.group // groups_per_minibatch(table.num_groups, num_minibatches)
     return result
 
 
 def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
-    """Counts of the rows in the loss among `chosen`, over all ranks."""
+    """Count the rows among `chosen` that are in the loss, over all ranks."""
     rows = table.trained & ~table.filtered & chosen
     return LossScale(
         num_tokens=int(table.num_response_tokens[rows].sum()),
@@ -123,13 +129,13 @@ def local_items(
     shares: Sequence[Share],
     groups: Sequence[Group],
 ) -> list[TrainItem]:
-    """This rank's trajectories among those that `advantages` has.
+    """Return this rank's trajectories that have an entry in `advantages`.
 
     Args:
-        groups: of the shares, in their order.
+        groups: groups of the shares, in the same order.
 
     Raises:
-        LearnerError: a group is not the one its summary describes.
+        LearnerError: a group does not match its summary.
     """
     mine = {share.position: (share, group) for share, group in zip(shares, groups, strict=True)}
     items: list[TrainItem] = []
@@ -151,12 +157,12 @@ def local_items(
 
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
-    """False when the trajectory's gradient is exactly zero: its advantages are, and no other loss is configured."""
+    """Return False if the trajectory's gradient is exactly 0: its advantages are, and no other loss is configured."""
     return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    """Reward terms of the trained rows: those that all their groups have. A group that failed as a whole has none."""
+    """Return the reward terms that all groups with trained rows have, for these rows. Failed groups have none."""
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

@@ -2,8 +2,10 @@
 
     loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
 
-It is what transformers' causal language models return for the same batch with `labels` (tested). Every rank runs the
-same collectives in the same order, whatever it was dealt.
+transformers' causal language models return the same loss for the same batch with `labels` (tested). Every rank runs the
+same collectives in the same order, whatever its share of the rows.
+
+`log_probs_of` returns a group's log-probs, to compare with those of a server that holds the same weights.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rayapp.core.types import Trajectory
+from rayapp.core.types import FloatArray, Group, Trajectory
 from rayapp.learner.batch import MicroBatch, TrainItem
 from rayapp.learner.metrics import timing_metrics
 from rayapp.learner.policy import reduce_gradients, to_device
@@ -21,10 +23,10 @@ from rayapp.learner.step import PolicyLearner, stopwatch
 
 
 def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-    """One optimizer step on this rank's rows. Collective.
+    """Take one optimizer step on this rank's rows. Collective.
 
     Returns:
-        `sft/*` over all ranks and `learner/*`; the same on every rank.
+        Metrics `sft/*` over all ranks and `learner/*`; the same on every rank.
     Raises:
         LearnerError: a row is longer than a micro-batch.
     """
@@ -54,7 +56,7 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
 
 
 def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
-    """The loss of rows that are dealt to the ranks, without a gradient; the same on every rank. Collective."""
+    """Return the loss of all ranks' rows, without a gradient; the same on every rank. Collective."""
     scores = learner.score(_items(rows), learner.model, learner.head_options())
     sums = learner.ranks.gather_data((-sum(float(row.log_probs.sum()) for row in scores.values()),
                                  sum(row.log_probs.size for row in scores.values())))  # fmt: skip
@@ -69,13 +71,25 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
-    """This micro-batch's share of the loss over all ranks, and the sum of its tokens' entropies."""
+    """Return this micro-batch's share of the loss over all ranks, and the sum of its tokens' entropies."""
     scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()
         return 0.0, 0.0
     mask = torch.from_numpy(batch.mask).to(scores.log_probs.device)
     share = -(scores.log_probs * mask).sum() / num_tokens
-    # FSDP takes the mean of the ranks' gradients; the loss is a sum over them.
+    # FSDP averages the ranks' gradients, but the loss is a sum over ranks.
     (share * learner.ranks.world_size).backward()
     return float(share.detach()), float((scores.entropy.detach() * mask).sum())
+
+
+def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:
+    """Return the log-probs (R_i,) of each trajectory, in order; empty without response tokens. Collective."""
+    items = [
+        TrainItem(row=i, group=0, trajectory=t, advantages=np.zeros(t.num_response_tokens, np.float32))
+        for i, t in enumerate(group.trajectories)
+        if t.num_response_tokens > 0
+    ]
+    scores = learner.score(items, learner.model, learner.head_options())
+    empty = np.zeros(0, np.float32)
+    return [scores[i].log_probs if i in scores else empty for i in range(len(group.trajectories))]

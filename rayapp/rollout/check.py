@@ -1,12 +1,11 @@
-"""What can be found out about a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
+"""Checks of a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
 
-Tools that live behind a service are not asked here: the rollout workers do that when they start, from where they are.
+Tools behind a service are not checked here: the rollout workers check them when they start, from their own machines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,23 +16,20 @@ from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.location import Location
+from rayapp.core.files import Location
+from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
-from rayapp.rollout.data_groups import answer_rewards
-from rayapp.rollout.environments.agents import check_environments, plays_environments
-from rayapp.rollout.external.agent import check_agent
+from rayapp.rollout.agents import SINGLE_TURN_AGENT, agent_start, check_agent_name, render_prompts
+from rayapp.rollout.environments.agent import check_environments, plays_environments
+from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
-from rayapp.rollout.prompts import render_prompts
-from rayapp.rollout.sources import naming, open_judges
-from rayapp.rollout.task_agents import agent_start
-from rayapp.sandbox.providers.table import why_no_sandbox
-from rayapp.storage.models.check import check_model
-from rayapp.storage.models.prefetch import with_local_model
-from rayapp.storage.models.teacher import check_teacher
+from rayapp.rollout.sources import MAX_KEPT_CHARS, answer_rewards, is_kept, naming, open_judges
+from rayapp.sandbox.providers.table import why_no_workspace
+from rayapp.storage.models.check import check_model, check_teacher
+from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tasks.data.reading import ReadOptions, open_data
+from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.config import ToolEntry, read_tool_file
 from rayapp.tools.loading import KNOWN, load_class
@@ -146,11 +142,8 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         # The workers measure the agent's prompts: they have the tools' schemas.
         starts = {task.name: agent_start(task) for task in tasks}
         for task_name, start in starts.items():
-            images = start.images or ({start.spec.template: ""} if start.spec else {})
-            for image, needed in images.items():
-                if why := why_no_sandbox(config.sandbox, image):
-                    told = f"{image} ({needed})" if needed else image
-                    raise ConfigError(f"task {task_name} needs sandboxes of {told}, and {why} (docs/environments.md)")
+            if why := why_no_workspace(config.sandbox, start):
+                raise ConfigError(f"task {task_name} {why}")
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
@@ -162,7 +155,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """Of several sources, those of data files without eval_files are left out of evaluations."""
+    """With several sources, evaluations leave out sources of data files without eval_files."""
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and not any(each.tasks or each.data.eval_files for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
@@ -196,12 +189,24 @@ def check_data(config: Config, files: Sequence[str]) -> None:
                 truth_kind=rewards.truth_kind,
             )
             data.row(0)
+            if config.judges_read_references:
+                _check_references(file, data)
 
     asyncio.run(check())
 
 
+def _check_references(file: str, data: TrainingData) -> None:
+    """Raise InputError for a row whose ground truth is too long for a judge to read."""
+    for number in range(len(data)):
+        if not is_kept(data.row(number).ground_truth):
+            raise InputError(
+                f"{file}, row {number}: its ground_truth has over {MAX_KEPT_CHARS:,} characters, and a judge of "
+                "reward.judges has reference: true. Leave out the row, or set reference: false"
+            )
+
+
 def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None:
-    """Those of the run's own tool file."""
+    """Tools of the run's own tool file."""
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     file = config.agent.tool_file
@@ -230,7 +235,7 @@ def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
 
 
 def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
-    """True for a shipped tool that works in the trajectory's workspace; classes of users' own are not loaded here."""
+    """True for a shipped tool that works in the trajectory's workspace; users' classes are not loaded here."""
     if not KNOWN.get(entry.class_name, entry.class_name).startswith("rayapp.tools."):
         return False
     kind = load_class(entry.class_name, Path(), where)
@@ -250,7 +255,7 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
 
 
 def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
-    """How many trajectories run side by side at most, and the sum that gives it."""
+    """Return the maximum of trajectories at once, and the sum that gives it as text."""
     train, rollout = config.train, config.rollout
     in_training = train.groups_per_step * rollout.group_size * (train.max_staleness + 1)
     text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"
@@ -270,7 +275,7 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
 
 def num_sandboxes(sandbox: SandboxConfig) -> int:
     """Sandboxes that the pool lends at once."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     limits = [
         (section.max_sandboxes or sandbox.max_leases or cores)
         if isinstance(section, LocalConfig)

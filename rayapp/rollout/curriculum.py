@@ -1,6 +1,6 @@
 """Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than the others.
 
-In a run of several sources it is they that are drawn, each by its ratio and by how its groups went, and not prompts.
+In a run of several sources, sources are drawn instead of prompts, each by its ratio and by its groups' results.
 
 The driver has one. It draws the prompt of each new group by weight, hears how every finished group went, and counts
 that in when a step ends: what is drawn follows from the seed, the group's id and the counts after the last step, so a
@@ -104,7 +104,7 @@ class Curriculum:
         return int(np.searchsorted(self._cumulative, point, side="right"))
 
     def record(self, place: int, summary: GroupSummary) -> None:
-        """How a group of this prompt, or of this source, went; counts from the next `end_step` on.
+        """Record the result of a group of this prompt or source; it counts from the next `end_step` on.
 
         A trajectory counts as solved by its reward's term `solved`, or else by the reward itself, cut to [0, 1].
         """

@@ -1,9 +1,9 @@
-"""Demonstrations: what supervised steps learn from, as token ids with a mask of what the policy is to write.
+"""Demonstrations for supervised steps, as token ids with a mask of the tokens to learn.
 
     JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
     tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
 
-A demonstration is a `Trajectory` that nobody sampled. Its token ids are those of a rollout: the prompt as the chat
+A demonstration is a `Trajectory` that was not sampled. Its token ids are those of a rollout: the prompt as the chat
 template renders it, then the answer encoded apart from it, ended as the policy ends it. Called by the driver, for
 `rayapp sft` and the warm-up of a training (docs/sft.md).
 """
@@ -23,7 +23,7 @@ from rayapp.config.config import Config, all_tasks
 from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
-from rayapp.rollout.agent.chat import ChatTokenizer, load_template
+from rayapp.rollout.agent.chat import ChatTokenizer, load_template, special_ids
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
@@ -118,7 +118,7 @@ def _raw_rows(path: Path) -> Iterator[Any]:
 
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=256):
-                    yield from batch.to_pylist()
+                    yield from map(_without_filled_in, batch.to_pylist())
             return
         with path.open(encoding="utf-8") as lines:
             yield from (row for _, row in json_lines(lines, str(path)))
@@ -128,13 +128,20 @@ def _raw_rows(path: Path) -> Iterator[Any]:
         raise InputError(f"{path} can't be read: {error}") from error
 
 
+def _without_filled_in(value: Any) -> Any:
+    """Drop keys without a value at every depth: parquet gives each object the keys of all others in its column."""
+    if isinstance(value, dict):
+        return {key: _without_filled_in(item) for key, item in value.items() if item is not None}
+    return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
+
+
 def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
     """Raises ValueError or TypeError: what is wrong with the row."""
     if not isinstance(row, dict):
         raise TypeError(f"a row is an object with {KINDS}, not {type(row).__name__}")
     has = {key for key, value in row.items() if value is not None}
     if {"token_ids", "response_mask"} <= has:
-        yield _of_tokens(row)
+        yield _of_tokens(row, tokenizer)
         return
     if {"prompt", "completion"} <= has and isinstance(row["prompt"], str):
         yield _of_texts(row, tokenizer)
@@ -149,8 +156,9 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
     yield from _of_conversation([*asked, *messages], len(asked), render, tokenizer)
 
 
-def _of_tokens(row: Mapping[str, Any]) -> Trajectory:
-    token_ids, mask = np.asarray(row["token_ids"], np.int32), np.asarray(row["response_mask"], np.bool_)
+def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
+    token_ids = _integers(row["token_ids"], "token_ids", len(tokenizer)).astype(np.int32)
+    mask = _integers(row["response_mask"], "response_mask", 2).astype(np.bool_)
     if token_ids.ndim != 1 or token_ids.shape != mask.shape:
         raise ValueError(f"token_ids {token_ids.shape} and response_mask {mask.shape} must be lists of one length")
     if not mask.any() or mask[0]:
@@ -160,6 +168,14 @@ def _of_tokens(row: Mapping[str, Any]) -> Trajectory:
     if starts != sorted({*starts} & {*range(1, token_ids.size)}) or any(fork.after >= fork.start for fork in forks):
         raise ValueError("forks must have a start within the tokens each, in order, and go on from a token before it")
     return replace(_trajectory_of(token_ids, mask, str(row.get("completion") or "")), forks=forks)
+
+
+def _integers(value: Any, key: str, limit: int) -> Any:
+    """Return the numbers as an array. Raises ValueError: one is no integer from 0 to below `limit`."""
+    for place, item in enumerate(value if isinstance(value, list) else []):
+        if not isinstance(item, int) or not 0 <= item < limit:
+            raise ValueError(f"{key}[{place}] is {item!r:.60}; it must be an integer from 0 to {limit - 1}")
+    return np.asarray(value)
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
@@ -201,7 +217,7 @@ def _of_conversation(
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    """What the policy reads before its turn, and what it is to write, the token that ends the turn included."""
+    """Return the text before the policy's turn, and the turn's text with the token that ends it."""
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(
@@ -210,9 +226,9 @@ def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokeniz
             "response_mask, or prompt and completion as plain texts."
         )
     answer = whole[len(head) :]
-    ended = answer.rstrip()
-    # Templates write a line break behind the token that ends a turn, which nobody samples.
-    return head, ended if ended.endswith(tuple(tokenizer.all_special_tokens)) else answer
+    # Templates write a line break behind the token that ends a turn; no policy samples it.
+    ended = tokenizer.encode(answer.rstrip(), add_special_tokens=False)
+    return head, answer.rstrip() if ended and ended[-1] in special_ids(tokenizer) else answer
 
 
 def _render(
@@ -237,7 +253,6 @@ def _render(
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
         raise ValueError("messages are a list of objects with role and content")
-    # Parquet fills the keys that one message has in all others.
     return [{key: item for key, item in one.items() if item is not None} for one in value]
 
 

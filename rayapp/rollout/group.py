@@ -1,10 +1,11 @@
-"""One group from prompt to verdicts: G episodes side by side, each scored the moment it ends.
+"""One group from prompt to rewards: G episodes side by side, each scored as soon as it ends.
 
-    Assignment(prompt, play, score) --G times: play -> Episode, score -> Reward--> Trajectory --> Group, GroupSummary
+    Assignment(prompt, play, truth) --G times: play -> Episode, verdict -> Reward--> Trajectory --> Group, GroupSummary
 
 Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
-that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception, so one bad sandbox
-can't take its group along. Mistakes of the configuration are raised.
+that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
+a tool, an environment, a task or a judge raises or returns costs its own trajectory. Only errors of
+`verdict.ENDS_GROUP` are raised.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rayapp.core.aio import side_by_side
+from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
     Completion,
     Group,
     GroupSummary,
     Prompt,
+    RequestId,
     Reward,
     RolloutStatus,
     SamplingParams,
     Trajectory,
 )
-from rayapp.rollout.agent.episode import Episode
-from rayapp.rollout.agent.outcome import to_trajectory, with_reward
+from rayapp.rollout.agent.outcome import episode_terms, failure_of, to_trajectory, tool_rewards, with_reward, with_terms
 from rayapp.rollout.order import GroupRequest, sampling_of
+from rayapp.rollout.recorder import Episode
+from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Weights, named, settled, verdict
+
+if TYPE_CHECKING:
+    from rayapp.tasks.judges.judging import Judging  # imports aiohttp
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +51,30 @@ class Play(Protocol):
     """Plays one episode of a prompt, without a deadline of its own."""
 
     def __call__(
-        self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str
+        self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Coroutine[Any, Any, Episode]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the trajectories of one group are to do, and what that is worth."""
+    """Prompt, player and scoring of one group's trajectories."""
 
     prompt: Prompt
-    """Where all of them start; the group records it."""
+    """Prompt of all trajectories; the group records it."""
     play: Play
-    score: Callable[[Episode], Awaitable[Reward]]
-    """The verdict on an episode, one that failed included. Takes care of infrastructure that fails it."""
-    compare: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Reward]]] | None = None
-    """What all trajectories are worth beside each other, once they are there."""
-    compare_timeout_s: float = 0.0
-    """Part of the group's deadline that is kept for it."""
+    truth: Callable[[Episode], Awaitable[Reward]]
+    """Scores an episode that did not fail. May raise anything: see `verdict`."""
+    weights: Weights = PLAIN
+    records_calls: bool = True
+    """Whether rewards have terms of tools and turns."""
+    judging: Judging | None = None
+    compares: bool = False
+    """Whether judges compare the trajectories of the group."""
+
+    @property
+    def compare_timeout_s(self) -> float:
+        """Part of the group's deadline that is kept for comparisons."""
+        return self.judging.compare_timeout_s if self.judging is not None and self.compares else 0.0
 
 
 async def run_group(
@@ -81,28 +96,28 @@ async def run_group(
     Raises:
         StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the version asked for; nothing of
             the group is kept.
+        ProcessDiedError, ObjectsLostError: another process of ours is gone.
         SandboxConfigError: no sandbox can ever be had with this configuration.
-        InputError: nothing can score the prompt's episodes.
     """
     started = time.monotonic()
     sampling = replace(sampling, stop=assignment.prompt.stop)
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
-        seat = _CohortSeat(engine, request_id, assignment.prompt, own)
+        request_id = RequestId(request.purpose, request.group_id, index)
+        seat = _CohortPlace(engine, request_id, assignment.prompt, own)
         return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
 
     trajectories = await side_by_side(one(index) for index in range(group_size))
-    if assignment.compare is not None:
+    if assignment.judging is not None and assignment.compares:
         left_s = deadline_s - (time.monotonic() - started)
-        trajectories = await _compared(assignment.compare, trajectories, left_s)
+        trajectories = await _compared(assignment.judging, assignment.prompt, trajectories, left_s)
     group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
 async def _trajectory(
-    request: GroupRequest, assignment: Assignment, seat: _CohortSeat, deadline_s: float
+    request: GroupRequest, assignment: Assignment, seat: _CohortPlace, deadline_s: float
 ) -> Trajectory:
     prompt = assignment.prompt
     try:
@@ -110,8 +125,8 @@ async def _trajectory(
             if not prompt.token_ids.size:
                 # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
                 await seat.fill()
-            episode = await assignment.play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
-            reward = await assignment.score(episode)
+            episode = await guarded(lambda: _played(assignment.play, seat), _failed_play)
+            reward = await _scored(assignment, episode)
         await seat.fill()
     except (StaleVersionError, EngineDeadError):
         # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
@@ -123,25 +138,76 @@ async def _trajectory(
         await seat.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         return _failed_trajectory(prompt, request, "deadline", detail)
+    except _PlayFailedError as error:
+        await seat.fill()
+        return _failed_trajectory(prompt, request, "agent", str(error), RolloutStatus.ERROR_TASK)
     return to_trajectory(episode, reward, asked_version=request.policy_version)
 
 
+class _PlayFailedError(Exception):
+    """The player of a trajectory raised, or returned no Episode."""
+
+
+def _failed_play(error: BaseException) -> Exception:
+    if isinstance(error, ENDS_GROUP):
+        return error
+    return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
+
+
+async def _played(play: Play, seat: _CohortPlace) -> Episode:
+    """Play one episode. A plug-in's is checked: the terms and the arrays of the group are made from it."""
+    episode: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    if not isinstance(episode, Episode):
+        raise TypeError(f"it gave a {type(episode).__name__}, not an Episode")
+    if not episode.token_ids.shape == episode.response_mask.shape == episode.rollout_log_probs.shape:
+        raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
+    if not isinstance(episode.final_text, str):
+        raise TypeError(f"its answer is a {type(episode.final_text).__name__}, not a text")
+    gained = tool_rewards(episode)
+    for value in (gained.calls, gained.verdicts, *episode_terms(episode).values()):
+        storable(value)
+    return episode
+
+
+async def _scored(assignment: Assignment, episode: Episode) -> Reward:
+    """Return the episode's reward; an invalid one if it failed."""
+    if episode.status.is_error:
+        reward = failure_of(episode)
+    else:
+        judging, prompt = assignment.judging, assignment.prompt
+        reward = await verdict(
+            partial(assignment.truth, episode),
+            weights=assignment.weights,
+            tools=tool_rewards(episode) if assignment.records_calls else None,
+            judge=partial(judging.with_scores, prompt, episode.final_text) if judging is not None else None,
+        )
+    return with_terms(reward, episode) if assignment.records_calls else reward
+
+
 async def _compared(
-    compare: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Reward]]],
-    trajectories: Sequence[Trajectory],
-    timeout_s: float,
+    judging: Judging, prompt: Prompt, trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[Trajectory]:
-    """The trajectories with what they are worth beside each other; without a reward where that takes too long."""
+    """Return the trajectories with the scores of judges that compare them; invalid if that fails or takes too long."""
+    texts, known = [each.completion_text for each in trajectories], [each.reward for each in trajectories]
     try:
         async with asyncio.timeout(timeout_s):
-            rewards = await compare(trajectories)
+            rewards = await guarded(lambda: judging.with_comparisons(prompt, texts, known), named)
     except TimeoutError:
         late = Reward.invalid("judge_timeout", "the group was not compared within rollout.group_deadline_s")
-        rewards = [late if each.reward.valid else each.reward for each in trajectories]
-    return [with_reward(each, reward) for each, reward in zip(trajectories, rewards, strict=True)]
+        rewards = [late if each.valid else each for each in known]
+    except RewardFailedError as error:
+        failed = Reward.invalid(error.kind, str(error))
+        rewards = [failed if each.valid else each for each in known]
+    return [with_reward(each, settled(reward)) for each, reward in zip(trajectories, rewards, strict=True)]
 
 
-def _failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
+def _failed_trajectory(
+    prompt: Prompt,
+    request: GroupRequest,
+    kind: str,
+    detail: str,
+    status: RolloutStatus = RolloutStatus.ERROR_ENGINE,
+) -> Trajectory:
     """A trajectory with no response: it keeps its place in the group and carries no signal."""
     return Trajectory(
         token_ids=prompt.token_ids,
@@ -149,39 +215,41 @@ def _failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail:
         rollout_log_probs=np.zeros(prompt.token_ids.size, np.float32),
         completion_text="",
         reward=Reward.invalid(kind, detail),
-        status=RolloutStatus.ERROR_ENGINE,
+        status=status,
         min_policy_version=request.policy_version,
         max_policy_version=request.policy_version,
     )
 
 
-class _CohortSeat:
-    """One trajectory's way to the engine, which keeps its place among the requests that are admitted together.
+class _CohortPlace:
+    """Engine of one trajectory, which keeps the trajectory's place among the requests that are admitted together.
 
     A server holds a cohort back until every trajectory in it has asked for its first turn. One that fails before that
     (its tool can't be made, say) would hold up all the others until their deadline, so `fill` asks in its stead.
     """
 
-    def __init__(self, engine: RolloutEngine, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+    def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self._engine = engine
         self._prompt = prompt
         self._is_taken = False
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        if not isinstance(request_id, RequestId):  # a plug-in's: one bad id would end the whole batch
+            raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling)
 
     async def fill(self) -> None:
-        """Ask for one token that nobody reads, unless the trajectory asked for its first turn itself."""
+        """Sample one token and drop it, unless the trajectory asked for its first turn itself."""
         if self._is_taken:
             return
         self._is_taken = True
         one_token = replace(self.sampling, max_tokens=1)
         try:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
-            await self._engine.generate(f"{self.request_id}/turn=0", prompt_ids, one_token)
+            await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
             # This trajectory has failed already; those that need the engine will say so themselves.
             log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

@@ -2,13 +2,25 @@
 
 All of it is a pure function of (run seed, group id): nothing has to be saved to resume in the middle of an epoch, and a
 group that is generated again, after a crash or on another worker, is the same group.
+
+`Mixing` gives a group's source: a pure function of the ratios, the run's seed and the group's id.
+
+    round 0: A B A C A B A x …   round 1: the same, but for the slots x whose owners have changed
+
+Groups come in rounds of 100. A source of share p owns floor(100 p) slots of a round, the same in every round; the slots
+that are left belong in each round to those sources that lack most, one each. So a source's number in 100 groups in a
+row, wherever they begin, is 100 p rounded down or up, and over the run it is off by no more than a few groups. An order
+that is within one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -25,12 +37,12 @@ ANY_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohort:
-    """Groups that start together, as one of them knows them: by number, since with a list of all in each a step of n
-    groups would send n * n ids. A server admits its requests of a cohort in one go, so that the batches it computes,
+    """Groups that start together, counted and not listed: with a list in each group, a step of n groups would send
+    n * n ids. A server admits its requests of a cohort in one go, so that the batches it computes,
     and with them the last bits of its log-probs, don't depend on arrival times."""
 
     place: int
-    """Of this group. Not its id: dynamic sampling leaves gaps in those."""
+    """Place of this group in its cohort. Not its id: dynamic sampling leaves gaps in ids."""
     size: int
 
 
@@ -46,7 +58,7 @@ class GroupRequest:
     policy_version: int
     """The weights that must sample it."""
     cohort: Cohort | None = None
-    """Those that it starts together with. None: it waits for nobody."""
+    """Groups admitted together with this one. None: it starts alone."""
     prompt: int | None = None
     """Place of its prompt in the first epoch's order of its source, where that is not the group's own in turn."""
     source: int | None = None
@@ -56,7 +68,7 @@ class GroupRequest:
     has_greedy_baseline: bool = False
     """Its last trajectory is sampled at temperature 0: what ReMax compares the others with."""
     purpose: Literal["group", "eval"] = "group"
-    """First word of its requests' ids: evaluation meets training neither in a server's queue nor in its cache."""
+    """As in `RequestId`."""
 
     @property
     def place(self) -> int:
@@ -94,7 +106,7 @@ def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
 def sampling_of(
     request: GroupRequest, sampling: SamplingParams, index: int, *, group_size: int, seed: int
 ) -> SamplingParams:
-    """How the `index`-th trajectory of a group is sampled, where all are sampled by `sampling`."""
+    """Return the sampling of a group's `index`-th trajectory, made from the group's `sampling`."""
     own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
     return replace(own, temperature=0.0) if request.has_greedy_baseline and index == group_size - 1 else own
 
@@ -114,12 +126,6 @@ def evaluation_seed(seed: int) -> int:
     return _mix(seed, MAX_SEED)
 
 
-def is_first_turn(request_id: str) -> bool:
-    """True for a completion that stands alone and for turn 0 of an episode, whose ids end in `/turn=N`."""
-    turn = request_id.rpartition("/turn=")[2]
-    return "/turn=" not in request_id or int(turn) == 0
-
-
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
     """The prompts of an evaluation in parts that run at once: each as many trajectories as a training step at most,
     which is what servers, tools and sandboxes are laid out for."""
@@ -129,7 +135,7 @@ def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 def max_groups_at_once(config: Config) -> int:
-    """So many of a training's groups may be with the rollout workers; others wait in the driver."""
+    """Return the number of groups that the rollout workers may have at once; others wait in the driver."""
     return max(1, _max_trajectories(config) // config.rollout.group_size)
 
 
@@ -152,3 +158,79 @@ def neighbours(cohort: Cohort | None, num_servers: int) -> int:
     if cohort is None:
         return 1
     return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))
+
+
+ROUND = 100
+
+
+class Mixing:
+    """Order of a run's sources; see the module.
+
+    Args:
+        ratios: how many groups of each source come to one of another's; above 0, of any sum.
+    """
+
+    def __init__(self, ratios: Sequence[float], *, seed: int) -> None:
+        # Decimals as they were written: 0.1 is a tenth.
+        exact = [Fraction(str(ratio)) for ratio in ratios]
+        denominator = lcm(*(ratio.denominator for ratio in exact))
+        self._weights = [int(ratio * denominator) for ratio in exact]
+        self._total = sum(self._weights)
+        self._fixed = [ROUND * weight // self._total for weight in self._weights]
+        self._num_free = ROUND - sum(self._fixed)
+        self._slots = _spread([*self._fixed, self._num_free])
+        self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
+        self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
+        """For each round, groups of each source before it."""
+        self._owners: list[tuple[int, ...]] = []
+        """For each round but the last of `_before`, the source that owns each of the free slots."""
+        self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
+
+    def place(self, group_id: int) -> tuple[int, int]:
+        """The index of the group's source, and how many groups of that source come before it in the run."""
+        number, slot = divmod(self._first + group_id, ROUND)
+        owned = self._round(number)
+        source = owned[slot]
+        count = self._before[number][source] + owned[:slot].count(source)
+        return source, count - self._round(0)[: self._first].count(source)
+
+    def _round(self, number: int) -> tuple[int, ...]:
+        """Source of each slot of a round."""
+        while len(self._owners) <= number:
+            self._add_round()
+        return self._with_owners(self._owners[number])
+
+    def _add_round(self) -> None:
+        certain = [count + fixed for count, fixed in zip(self._before[-1], self._fixed, strict=True)]
+        due = [len(self._before) * ROUND * weight for weight in self._weights]
+        # A source whose share is a whole number of slots never gets one more.
+        waiting = [index for index, weight in enumerate(self._weights) if ROUND * weight % self._total]
+        waiting.sort(key=lambda index: certain[index] * self._total - due[index])
+        lucky = set(waiting[: self._num_free])
+        self._owners.append(_handed_over(self._owners[-1] if self._owners else (), lucky))
+        self._before.append(tuple(count + (index in lucky) for index, count in enumerate(certain)))
+
+    def _slots_of(self, owners: tuple[int, ...]) -> tuple[int, ...]:
+        free, waiting = len(self._fixed), iter(owners)
+        return tuple(next(waiting) if slot == free else slot for slot in self._slots)
+
+
+def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
+    """Owners of the free slots of a round, from those of the round before: who stays keeps its slot."""
+    coming = iter(sorted(now.difference(owners)))
+    return tuple(owner if owner in now else next(coming) for owner in owners) or tuple(coming)
+
+
+def _spread(counts: Sequence[int]) -> list[int]:
+    """A sequence that holds i `counts[i]` times, each as evenly as it goes: always whoever lags most."""
+    total, given = sum(counts), [0] * len(counts)
+
+    def lag(index: int) -> int:
+        return len(sequence) * counts[index] - given[index] * total
+
+    sequence: list[int] = []
+    for _ in range(total):
+        chosen = max((index for index, count in enumerate(counts) if given[index] < count), key=lag)
+        given[chosen] += 1
+        sequence.append(chosen)
+    return sequence

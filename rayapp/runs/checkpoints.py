@@ -1,11 +1,15 @@
-"""The checkpoints of one run: written aside, whole before they count, pruned by age and by score.
+"""The checkpoints of one run: written aside, counted only when complete, pruned by age and by score.
 
     checkpoints/  .pending-000012/          being written; nothing reads it
                   step=000010/{learner/, hf_model/, manifest.json}
+                  step=000010/groups/{waiting.parquet, ahead.json}
 
 A checkpoint counts only with its manifest, which names every file with its size and checksum and is written last,
-before the folder is renamed. Sizes are looked at always, checksums before a run goes on from it. Called by `RunFolder`
-and the driver; the learners write the files. Never reads a tensor.
+before the folder is renamed. Sizes are always checked, checksums before a run resumes. The learners write the files;
+nothing here reads a tensor.
+
+`groups/` holds the store's finished groups that wait for training, and ids that are done early. Only asynchronous runs
+have it: a synchronous run generates its groups again, together, so that it repeats exactly.
 """
 
 from __future__ import annotations
@@ -14,26 +18,29 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayapp.config.sections import CheckpointSection
-from rayapp.core.errors import CheckpointError, RunFolderError
+from rayapp.core.errors import CheckpointError, InputError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
+from rayapp.core.types import Group
+from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.storage.folders import MANIFEST
-from rayapp.storage.hashing import SHA256, XXH3, hash_files
+from rayapp.storage.hashing import XXH3, hash_files
 
 log = logging.getLogger(__name__)
 REFUSED = "manifest.refused.json"
-"""A manifest's name, with why, after its checkpoint was refused: the folder stays until the next save, for people."""
+"""Name of a refused checkpoint's manifest, with the reason. The folder stays until the next save, for people."""
 RESUMABLE = frozenset({"model", "optimizer"})
-"""What a run needs to go on exactly."""
+"""Contents that a run needs to resume exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     version: int
     """Optimizer steps done."""
@@ -43,7 +50,7 @@ class Checkpoint:
     contents: tuple[str, ...] = ("model", "optimizer")
     """`checkpoint.save_contents` of the run that wrote it."""
     score: float | None = None
-    """`checkpoint.best_metric` of the step it was saved after; None where the step has no such metric."""
+    """`checkpoint.best_metric` of the step it was saved after; None if the step has no such metric."""
 
     @property
     def is_resumable(self) -> bool:
@@ -51,61 +58,75 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`checkpoints/` of a run; one writer, who holds the run's lock.
+    """`checkpoints/` of a run; has one writer, which holds the run's lock.
 
     Args:
-        path: of the folder; made when the first checkpoint is.
-        section: how many to keep, and what is in each.
+        path: the folder; made with the first checkpoint.
+        section: how many to keep, and what each contains.
         in_use: true for a checkpoint that must stay for now, whatever its age.
+        fetch_again: fetches a checkpoint of at most this version from a copy of the run; false if none is left.
     """
 
     def __init__(
-        self, path: Path, section: CheckpointSection, *, in_use: Callable[[Path], bool] = lambda path: False
+        self,
+        path: Path,
+        section: CheckpointSection,
+        *,
+        in_use: Callable[[Path], bool] = lambda path: False,
+        fetch_again: Callable[[int], bool] = lambda newest: False,
     ) -> None:
         self.path = path
+        self._fetch_again = fetch_again
         self._section = section
         self._in_use = in_use
         self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
-        """Every whole checkpoint, oldest first; torn ones are passed over."""
+        """Return every complete checkpoint, oldest first; torn ones are skipped."""
         found = [_read(path) for path in self.path.glob("step=*")]
         return sorted((c for c in found if c is not None), key=lambda c: c.version)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         return max(self.whole(), key=lambda c: c.version, default=None)
 
     def verified(self) -> Checkpoint | None:
-        """The newest whole checkpoint whose files are what was written; each that is passed over is told, with why.
+        """Return the newest complete checkpoint with intact files; log each skipped one with the reason.
 
         Blocks: reads every byte of it, once.
 
         Raises:
-            RunFolderError: there are checkpoints, and none of them can be used.
+            RunFolderError: there are checkpoints, and none of them is usable.
         """
-        while (newest := self.latest()) is not None and newest.path not in self._verified:
+        while (newest := self.latest() or self._fetched()) is not None and newest.path not in self._verified:
             found = damage(newest.path)
             if found is None:
                 self._verified.add(newest.path)
                 self._tell_passed_over(newest)
             else:
-                self.refuse(newest, found)
+                self.refuse(newest.path, found)
         if newest is None and self._tell_passed_over(None):
             raise RunFolderError(
-                f"no checkpoint in {self.path} can be used, and starting anew would delete what the run has recorded. "
-                f"Put a whole one there, or choose another run.name, or delete {self.path} to start anew."
+                f"no checkpoint in {self.path} can be used, and starting over would delete what the run has recorded. "
+                f"Put a whole one there, or choose another run.name, or delete {self.path} to start over."
             )
         return newest
 
-    def refuse(self, checkpoint: Checkpoint, why: str) -> None:
-        """Never go on from this one: it counts as torn from now on, and goes with the next save."""
-        manifest = json.loads((checkpoint.path / MANIFEST).read_text())
-        write_text(checkpoint.path / REFUSED, json.dumps(manifest | {"refused": why}, indent=1))
-        (checkpoint.path / MANIFEST).unlink()
+    def _fetched(self) -> Checkpoint | None:
+        """Return a checkpoint that was just fetched because no local one is usable."""
+        here = [int(path.name.removeprefix("step=")) for path in self.path.glob("step=*")]
+        return self.latest() if here and self._fetch_again(min(here)) else None
+
+    def refuse(self, path: Path, why: str) -> None:
+        """Never resume from the checkpoint at `path`: it counts as torn from now on, and the next save deletes it."""
+        self._verified.discard(path)
+        with suppress(FileNotFoundError):  # refused already, by the thread that uploads
+            manifest = json.loads((path / MANIFEST).read_text())
+            write_text(path / REFUSED, json.dumps(manifest | {"refused": why}, indent=1))
+            (path / MANIFEST).unlink()
 
     def _tell_passed_over(self, used: Checkpoint | None) -> bool:
-        """One line for each checkpoint that can't be used and is newer than the one that is; true if there was any."""
+        """Log one line for each unusable checkpoint newer than the used one; returns True if there was any."""
         torn = [path for path in sorted(self.path.glob("step=*")) if _read(path) is None]
         newer = [path for path in torn if used is None or path.name > used.path.name]
         for path in newer:
@@ -114,18 +135,18 @@ class CheckpointFolder:
         return bool(newer)
 
     def what_is_safe(self) -> str:
-        """For people: from where the next start goes on."""
+        """Say, for people, from where the next start resumes."""
         newest = self.latest()
         if newest is None:
-            return "There is no whole checkpoint yet: the next start begins anew."
+            return "There is no whole checkpoint yet: the next start begins from scratch."
         return f"The last whole checkpoint, {newest.path.name}, is intact: the next start goes on from it."
 
     def clear_pending(self) -> None:
-        """Remove what attempts to save have left behind; nothing may be saved now."""
+        """Remove leftovers of earlier attempts to save; no save may be running."""
         remove_pending(self.path)
 
     def begin(self, version: int) -> Path:
-        """An empty folder to write checkpoint `version` into. What earlier attempts left behind is removed."""
+        """Make an empty folder for checkpoint `version`, without leftovers of earlier attempts."""
         self.clear_pending()
         pending = self._pending(version)
         with explain_full_disk(pending, self.what_is_safe):
@@ -153,7 +174,7 @@ class CheckpointFolder:
                 XXH3: hash_files(pending, names),
             }
             write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
-            put_in_place(pending, target)  # what is there is torn: a whole one is never written twice
+            put_in_place(pending, target)  # an existing one is torn: a complete one is never rewritten
         self._prune()
         checkpoint = _read(target)
         assert checkpoint is not None, f"{target} is not whole right after it was committed"
@@ -170,7 +191,7 @@ class CheckpointFolder:
 
 
 def to_keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
-    """The newest `keep_last`, and the `keep_best` of the highest score; of equals the older. Oldest first.
+    """Return the newest `keep_last` and the `keep_best` with the highest scores (of equals the older), oldest first.
 
     Example: scores of versions 2, 4, 6, 8 are 0.1, 0.9, 0.3, 0.2; keep_last 1 and keep_best 1 -> versions 4 and 8.
     """
@@ -182,25 +203,18 @@ def to_keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint. Its manifest goes first, so that a kill in between leaves nothing that looks whole."""
+    """Delete a checkpoint, its manifest first, so that a kill in between leaves nothing that looks complete."""
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the files of a whole checkpoint; None when they are what was written. Reads every byte.
-
-    One of before there were checksums can't be verified, which is told.
-    """
+    """Return how the files of a complete checkpoint differ from the manifest; None if intact. Reads every byte."""
     manifest = json.loads((path / MANIFEST).read_text())
-    algorithm = next((name for name in (XXH3, SHA256) if name in manifest), None)
-    if algorithm is None:
-        log.warning("%s was saved without checksums, by an older version: it can't be verified", path)
-        return None
-    expected = manifest[algorithm]
+    expected = manifest[XXH3]
     try:
-        found = hash_files(path, manifest["files"], algorithm)
+        found = hash_files(path, manifest["files"])
     except OSError as error:
         return f"it can't be read: {error}"
     wrong = [name for name, digest in found.items() if digest != expected.get(name)]
@@ -236,7 +250,7 @@ def _size(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Checkpoint | None:
-    """None unless every file that the manifest names is there in full."""
+    """Read a checkpoint; None unless every file in the manifest is there with its size."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         whole = all(_size(path / name) == size for name, size in manifest["files"].items())
@@ -246,12 +260,50 @@ def _read(path: Path) -> Checkpoint | None:
 
 
 def parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """The checkpoint at `path`, as its manifest describes it. Raises KeyError, TypeError, ValueError: it is none."""
-    # Manifests of before save_contents have neither key: they held the model and the optimizer, and no score.
+    """Build the checkpoint at `path` from its manifest. Raises KeyError, TypeError, ValueError: not a manifest."""
+    if not isinstance(manifest[XXH3], dict):
+        raise TypeError(f"{path / MANIFEST} has no checksums")
     return Checkpoint(
         version=int(manifest["version"]),
         path=path,
         next_group_id=int(manifest["next_group_id"]),
-        contents=tuple(manifest.get("contents", ("model", "optimizer"))),
-        score=manifest.get("score"),
+        contents=tuple(manifest["contents"]),
+        score=manifest["score"],
     )
+
+
+FOLDER, WAITING, AHEAD = "groups", "waiting.parquet", "ahead.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptGroups:
+    """Groups that a checkpoint keeps from the store."""
+
+    waiting: tuple[Group, ...] = ()
+    done_ahead: tuple[int, ...] = ()
+    """Ids above the first untrained one that have been trained or dropped: they overtook a straggler."""
+
+    def write(self, checkpoint: Path, version: int) -> None:
+        """Write into the folder of a checkpoint that is being written."""
+        if not self.waiting and not self.done_ahead:
+            return
+        folder = checkpoint / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_trajectories(folder / WAITING, version, self.waiting)
+        write_text(folder / AHEAD, json.dumps(list(self.done_ahead)))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> KeptGroups:
+        """Read from a complete checkpoint; empty if it has no such folder.
+
+        Raises:
+            InputError: a file is not readable.
+        """
+        folder = checkpoint / FOLDER
+        if not folder.exists():
+            return cls()
+        try:
+            ahead: list[int] = json.loads((folder / AHEAD).read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder / AHEAD} can't be read: {error}. The checkpoint is damaged.") from None
+        return cls(waiting=tuple(read_groups(folder / WAITING)), done_ahead=tuple(ahead))

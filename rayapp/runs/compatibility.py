@@ -1,7 +1,12 @@
-"""Whether a run may go on under a changed configuration: only if what it learns from the same state is the same."""
+"""Checks whether a run may resume: its configuration must lead to the same training, its folder have a known format.
+
+`format.json` holds the format of a run folder; a program that is too old for it refuses and changes nothing. Folders
+without the file are format 1.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +17,8 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.core.errors import RunFolderError
+from rayapp.core.files import write_text
+from rayapp.core.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -30,31 +37,32 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns.
+"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, but not the training.
 
-So may train.num_steps while the learning rate does not follow from it.
+train.num_steps may differ, too, unless the learning rate depends on it.
 """
 MACHINE_KEYS = (
     "rollout.num_workers",
     *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "kv_block_tokens"),
-    *_of("server", "max_num_seqs", "enforce_eager", "cpu_threads", "weight_transport", "weight_bucket_mib"),
+    *_of("server", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cpu_threads", "weight_transport"),
+    "server.weight_bucket_mib",
     *_of("model_servers", "tensor_parallel_size", "gpu_memory_utilization"),
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
-"""Keys that another machine needs to be different. The same is learned, but not to the last bit: a warning says so."""
+"""Keys that differ between machines. The training is equal, but not to the last bit: a warning says so."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
-"""What may differ in a run may differ in its sources, and in each judge."""
+"""Prefix of keys in a list: a key that may differ in a run may differ in each of its sources and judges."""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
-    """Compare with the configuration that the run folder was made by.
+    """Compare the configuration with the one that made the run folder.
 
     Raises:
-        RunFolderError: keys differ that change the training; the message names each with both values.
+        RunFolderError: keys that change the training differ; the message names each with both values.
     """
     now = dict(_flat(config.model_dump(mode="json")))
-    # A key that the run's version did not have was what it is by default.
+    # A key unknown to the run's version had its default value.
     usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
     before = usual | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
@@ -72,7 +80,7 @@ def check_same_training(config: Config, stored: Path) -> None:
             f"run.allow_changed='[{', '.join(refused)}]'."
         )
     for line in changed.values():
-        log.warning("goes on with another %s. From here on the run is not repeated to the last bit.", line)
+        log.warning("the run resumes with a changed %s. From here on it does not repeat to the last bit.", line)
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:
@@ -87,7 +95,7 @@ def _reason(key: str, config: Config) -> str:
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values; those of sections in a list too, as `sources[0].name`."""
+    """Yield keys and values, including those of sections in a list, as `sources[0].name`."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -96,3 +104,38 @@ def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 yield from _flat(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
+
+
+FORMAT_FILE = "format.json"
+FORMAT = 1
+
+
+def check_format(folder: Path) -> None:
+    """Check the folder's format. Raises RunFolderError: a newer version wrote the folder."""
+    file = folder / FORMAT_FILE
+    if file.exists():
+        check_format_text(file.read_bytes(), str(folder))
+
+
+def check_format_text(text: bytes, where: str) -> None:
+    """Check the text of `format.json` of the run at `where`. Raises RunFolderError: a newer version, or malformed."""
+    try:
+        raw = json.loads(text)
+        found, writer = int(raw["format"]), str(raw.get("written_by", "another version"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{where}/{FORMAT_FILE} can't be read ({error!r}): the folder is damaged, or no run"
+        ) from None
+    if found > FORMAT:
+        raise RunFolderError(
+            f"{where} was written by a newer version ({writer}, format {found}); this one reads format {FORMAT}. "
+            "Nothing was changed: use that version."
+        )
+
+
+def write_format(folder: Path) -> None:
+    """Write the format into the folder."""
+    text = json.dumps({"format": FORMAT, "written_by": f"rayapp {__version__}"})
+    file = folder / FORMAT_FILE
+    if not file.exists() or file.read_text() != text:
+        write_text(file, text)

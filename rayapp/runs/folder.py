@@ -1,11 +1,11 @@
-"""The folder of one run: who may write it, what a resumed run keeps, and nothing in it that looks whole and isn't.
+"""The folder of one run: its lock, the records that a resumed run keeps, and only complete files.
 
     outputs/<run>/  run.lock  format.json  config.yaml  metrics.jsonl  rewards.png
                     trajectories/step=000001.parquet   evaluations/step=000010.parquet
                     checkpoints/step=000010/{learner/, manifest.json}   final/
 
-Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock
-on `run.lock`, which dies with its process.
+Everything is written aside and renamed; `checkpoints.py` does so for checkpoints. The driver owns the folder through a
+lock on `run.lock`, which ends with its process.
 """
 
 from __future__ import annotations
@@ -31,49 +31,51 @@ from rayapp.core.files import (
 )
 from rayapp.core.types import FloatArray, Group
 from rayapp.runs.checkpoints import CheckpointFolder
-from rayapp.runs.compatibility import check_same_training
-from rayapp.runs.format import check_format, write_format
+from rayapp.runs.compatibility import check_format, check_same_training, write_format
 from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
-from rayapp.runs.tracking.jsonl import read_records
+from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
 
 RECORDED = (TRAJECTORIES, EVALUATIONS)
 """Folders with a file for each step."""
 RAY_COPIES = "working_dir_files"
-"""Folder of a Ray node that holds what jobs uploaded."""
+"""Folder of a Ray node for files uploaded with jobs."""
 
 
 class RunFolder:
     """An open run folder; make one with `RunFolder.open`.
 
     Args:
-        path: exists, and its lock is held.
-        config: of the run.
-        mirror: sends it to object storage; None for a folder that stays here.
+        path: the folder, which exists and whose lock is held.
+        config: configuration of the run.
+        mirror: copies the folder to object storage; None for a run on a local disk.
     """
 
     def __init__(self, path: Path, config: Config, mirror: RunMirror | None = None) -> None:
         self.path = path
         self.uri = mirror.uri if mirror is not None else str(path)
-        """Where people find it."""
+        """Place of the run in messages for people."""
         self._config = config
         self._mirror = mirror
-        in_use = mirror.is_reading if mirror is not None else lambda checkpoint: False
-        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint, in_use=in_use)
+        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
+        if mirror is not None:
+            self.checkpoints = CheckpointFolder(
+                self.checkpoints.path, config.checkpoint, in_use=mirror.is_reading, fetch_again=mirror.fetch_again
+            )
 
     @classmethod
     @contextmanager
     def open(cls, config: Config) -> Iterator[RunFolder]:
-        """Lock the folder, check that this run may go on in it, and keep it for the length of the block.
+        """Lock the folder, check that this run may continue in it, and hold it for the length of the block.
 
-        One on s3:// is first brought here, to `run.staging_dir`, and sent there while the block runs (`mirror`).
+        A folder on s3:// is first fetched to `run.staging_dir`, and mirrored while the block runs (`mirror`).
 
         Raises:
-            RunFolderError: another process runs in it, run.resume forbids what is there, it can't be written, it would
-                be deleted with a Ray job, a newer version wrote it, or none of its checkpoints can be used.
+            RunFolderError: another process runs in it, run.resume forbids its content, it can't be written, it would be
+                deleted with a Ray job, a newer version wrote it, or none of its checkpoints is usable.
             StorageFullError: the disk is full, now or while the block runs.
-            StorageError: object storage can't be used; at the end StorageIncompleteError, when not all of it is there.
+            StorageError: object storage is not usable; at the end StorageIncompleteError if the upload is incomplete.
         """
         path = config.run_folder
         if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
@@ -86,7 +88,7 @@ class RunFolder:
             with explain_unwritable(path):
                 path.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(locked(path / "run.lock"))
-                # What a process that was killed was writing: the lock is held, so nobody writes now.
+                # Remove unfinished files of a killed process: this process holds the lock, so no other one writes now.
                 for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
                     remove_pending(place)
             folder = cls(path, config, opened.enter_context(mirroring(config, path)))
@@ -108,7 +110,7 @@ class RunFolder:
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
             raise RunFolderError(
-                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew."
+                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start over."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
@@ -126,40 +128,42 @@ class RunFolder:
         checkpoint = self.checkpoints.latest()
         if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
-        # A run that was given more steps and died before it exported has the model of its first end there.
+        # A run that got more steps and died before its export still has the model of its first end there.
         return self.exported_step == checkpoint.version
 
     @property
     def exported_step(self) -> int | None:
-        """The step of the model in `final/`; None where there is none, or its marker can't be read."""
+        """Return the step of the model in `final/`; None if there is no model, or its marker is unreadable."""
         try:
             return int(json.loads((self.path / FINAL / EXPORTED).read_text())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def storage_metrics(self) -> dict[str, float]:
-        """`storage/*` of a run on s3://.
+        """Return `storage/*` metrics of a run on s3://.
 
         Raises:
             RunFolderError: another run has taken the remote folder over.
         """
         return self._mirror.metrics() if self._mirror is not None else {}
 
-    def truncate_after(self, version: int) -> None:
-        """Forget metrics and trajectories of steps that the resumed run takes again."""
-        metrics = self.path / "metrics.jsonl"
+    def truncate_after(self, version: int) -> int:
+        """Delete metrics and trajectories of steps that the resumed run repeats. Returns how many steps had metrics."""
+        metrics, num_cut = self.path / "metrics.jsonl", 0
         if metrics.exists():
             lines = metrics.read_bytes().splitlines()
             kept = [line + b"\n" for line in lines for record in read_records([line]) if record["step"] <= version]
+            num_cut = len(lines) - len(kept)
             with aside(metrics) as temporary:
                 temporary.write_bytes(b"".join(kept))
         for folder in RECORDED:
             for file in (self.path / folder).glob("step=*.parquet"):
                 if int(file.stem.removeprefix("step=")) > version:
                     file.unlink(missing_ok=True)
-        # After they are gone here: what the mirror forgets while they are there, it would send again.
+        # After the local files are gone: otherwise the mirror would send them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
+        return num_cut
 
     async def write_trajectories(
         self, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
@@ -176,8 +180,8 @@ class RunFolder:
 
     @contextmanager
     def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None] | None]:
-        """Call what it gives with each part of the evaluation after `step`: `evaluations/step=NNNNNN.parquet`. None
-        where the run keeps no trajectories."""
+        """Record the evaluation after `step` in `evaluations/step=NNNNNN.parquet`. Yields a function to call with each
+        part of it; None if the run keeps no trajectories."""
         if not self._config.tracking.trajectories:
             yield None
             return
@@ -189,7 +193,7 @@ class RunFolder:
 
     @contextmanager
     def pending_final(self, step: int | None = None) -> Iterator[Path]:
-        """An empty folder that becomes `final/` when the block succeeds: the model after this step, or the last."""
+        """Make an empty folder that becomes `final/` if the block succeeds: the model after this step, or the last."""
         pending, final = self.path / ".pending-final", self.path / FINAL
         with self.explain_full_disk(pending):
             remove_tree(pending)
@@ -203,5 +207,5 @@ class RunFolder:
                 remove_tree(pending)
 
     def explain_full_disk(self, path: Path) -> AbstractContextManager[None]:
-        """See `rayapp.core.files`; says which checkpoint is safe."""
+        """Turn a full disk into an error that names the last safe checkpoint; see `rayapp.core.files`."""
         return explain_full_disk(path, self.checkpoints.what_is_safe)

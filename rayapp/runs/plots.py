@@ -1,4 +1,4 @@
-"""PNG plots of a run: `rewards.png` for people who would rather look, and one for each panel of the report.
+"""PNG plots of a run: `rewards.png`, and one for each panel of the report.
 
 Drawn with matplotlib, without a display.
 """
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.files import aside
-from rayapp.runs.tracking.jsonl import read_metrics
-from rayapp.runs.view.curves import Curves
-from rayapp.runs.view.panels import Panel
+from rayapp.runs.tracking.metrics import read_metrics
+from rayapp.runs.view.curves import Curves, Panel
 
 SMOOTHED_STEPS = 5
 COLOURS = ("#1f5fbf", "#c2500a", "#1b7a46", "#8a3ab0", "#b0186e", "#7a6200", "#0a7683", "#66513d")
-# Any: the stubs of matplotlib want a literal type of every key it has.
+# Any: matplotlib's stubs want a literal type for each of its keys.
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -32,10 +31,10 @@ _STYLE: Any = {
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`, or nothing where no step was logged.
+    """Draw `rewards.png` beside `metrics.jsonl`; nothing if no step was logged.
 
-    The steps of a warm-up, whose folder stands beside the run's, come first, with numbers up to 0. A run of
-    demonstrations alone gets its losses.
+    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A run on demonstrations
+    only gets its losses.
     """
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:
@@ -57,7 +56,7 @@ def write_reward_plot(run_path: Path) -> None:
 
 
 def _before_step_one(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of a warm-up, whose last step becomes step 0."""
+    """Renumber the records of a warm-up, so that its last step becomes step 0."""
     last = max((record["step"] for record in records), default=0)
     return [record | {"step": record["step"] - last} for record in records]
 
@@ -79,11 +78,11 @@ def draw_panels(panels: Iterable[tuple[Panel, Curves]], folder: Path) -> dict[st
 
 @contextmanager
 def _picture(path: Path, layout: dict[str, Any], style: Any = None) -> Iterator[Any]:
-    """Axes to draw on; what is drawn becomes the file at `path` when the block ends.
+    """Yield axes to draw on; they are saved to `path` at the end of the block.
 
     Args:
         layout: arguments of `pyplot.subplots`.
-        style: settings of matplotlib for this picture; None is its own.
+        style: matplotlib settings for this picture; None for the defaults.
     """
     import matplotlib
 
@@ -120,7 +119,7 @@ def _dress(axes: Any, panel: Panel) -> None:
     if panel.floor is not None and panel.ceiling is not None:
         margin = (panel.ceiling - panel.floor) * 0.03
         axes.set_ylim(panel.floor - margin, panel.ceiling + margin)
-    # Keys that begin with an underscore would be left out of the legend; ours never do.
+    # The legend would omit keys that begin with an underscore; ours never do.
     axes.legend(fontsize=7, ncols=2, loc="best")
 
 
@@ -159,7 +158,7 @@ def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_nats(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    """Entropy, and the losses of a warm-up, on an axis at the right."""
+    """Draw entropy, and the losses of a warm-up, on an axis at the right."""
     _draw_lines(axes, records, {"learner/entropy": "entropy", **_LOSSES}, "nats per token", first_colour=7)
     axes.set_ylim(bottom=0)
     axes.grid(visible=False)
@@ -186,12 +185,12 @@ def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps that have this metric, and its values."""
+    """Return the steps that have this metric, and its values."""
     found = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Mean of each value and those before it, up to five."""
+    """Return the mean of each value and up to four before it."""
     windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]

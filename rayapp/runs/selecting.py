@@ -1,6 +1,6 @@
-"""`rayapp data from-run`: the trajectories of a run that are worth learning from, as a file of demonstrations.
+"""Selects trajectories of a run that are worth learning from, as a file of demonstrations (`rayapp data from-run`).
 
-Rejection sampling: a later `warmup` or `rayapp sft` learns from the token ids as they were sampled (docs/sft.md).
+This is rejection sampling: a later `warmup` or `rayapp sft` trains on the token ids as sampled (docs/sft.md).
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which trajectories count."""
+    """Criteria for the trajectories to select."""
 
     min_reward: float
     max_per_prompt: int | None = None
-    """The earliest ones; None takes all."""
+    """Most trajectories per prompt, the earliest first; None takes all."""
     first_step: int = 1
     last_step: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Selected:
-    """How many trajectories were read, and how many were written."""
+    """Numbers of trajectories read and written."""
 
     num_read: int = 0
     num_written: int = 0
     num_repeated: int = 0
-    """Left out because another one of the same prompt has the same tokens."""
+    """Left out because another trajectory of the same prompt has the same tokens."""
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write `out`, a parquet file, aside and then renamed; trajectories that failed are never in it.
+    """Write the selection to `out`, a parquet file, aside and then renamed. Failed trajectories are never selected.
 
     Raises:
-        InputError: the run kept no trajectories, or one of its files can't be read, or none of them is good enough.
+        InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
     """
     files = [file for file in sorted((run / "trajectories").glob("step=*.parquet")) if _is_wanted(file, selection)]
     if not files:
@@ -86,7 +86,7 @@ def _chosen(files: list[Path], selection: Selection, count: Selected) -> Iterato
         prompt = row["prompt"]
         if not row.pop("valid") or row["reward"] < selection.min_reward:
             continue
-        # With the mask: what a tool said and what the policy wrote may be the same tokens.
+        # Include the mask: a tool's output and the policy's own text may be the same tokens.
         key = hashlib.sha256(repr((prompt, row["token_ids"], row["response_mask"], row["forks"])).encode()).digest()
         if key in seen:
             count.num_repeated += 1
@@ -102,7 +102,7 @@ def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
         try:
             names = set(pq.read_schema(file).names)
             for row in pq.read_table(file, columns=[name for name in READ if name in names]).to_pylist():
-                # Files written before there were external agents have no such column.
+                # Files from before external agents have no such column.
                 yield {"forks": []} | row
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from error

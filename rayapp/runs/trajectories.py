@@ -1,8 +1,8 @@
-"""`trajectories/step=NNNNNN.parquet`: everything a step trained on, one row per trajectory; `evaluations/step=…`: what
-an evaluation sampled, in the same form.
+"""Trajectory files: `trajectories/step=NNNNNN.parquet` for training steps, `evaluations/step=…` for evaluations.
 
-Written by the driver, read by people with any parquet tool, and back into `Group`s exactly by `read_groups`.
-The schema is in docs/run-folder.md; its version is in the file's metadata under `rayapp.schema_version`.
+One row per trajectory. The driver writes them; people read them with any parquet tool, and `read_groups` restores the
+exact `Group`s. The schema is in docs/run-folder.md; its version is in the file's metadata under
+`rayapp.schema_version`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rayapp.core.types import (
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"rayapp.schema_version"
-# One trajectory of a big step can be read without its neighbours' tokens.
+# Small enough to read one trajectory of a big step without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
 _NOTHING: Mapping[int, FloatArray] = {}
 
@@ -47,7 +47,7 @@ _TEXT, _INT, _FLOAT = pa.string(), pa.int32(), pa.float64()
 
 
 def _all(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
-    """Fields of one type."""
+    """Return fields of one type."""
     return [(name, kind) for name in names]
 
 
@@ -107,7 +107,7 @@ def write_trajectories(
     """Write the trajectories of one step, aside and then renamed.
 
     Args:
-        learner_log_probs: by position of the trajectory in the step, of its response tokens; those left out are null.
+        learner_log_probs: for response tokens, by position of the trajectory in the step; missing ones become null.
     """
     with writing_trajectories(path, step) as write:
         write(groups, learner_log_probs)
@@ -115,7 +115,7 @@ def write_trajectories(
 
 @contextmanager
 def writing_trajectories(path: Path, step: int) -> Iterator[Callable[..., None]]:
-    """The same, part after part: call what it gives with groups. The file appears when the block has succeeded."""
+    """Write a file in parts: call the yielded function with groups. The file appears when the block has succeeded."""
     options = {"compression": "zstd", "write_page_checksum": True}
     with aside(path) as pending, pq.ParquetWriter(pending, SCHEMA, **options) as writer:
 
@@ -134,9 +134,9 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 
 
 def _storable(value: Any, kind: pa.DataType) -> Any:
-    """A value as a column of this type takes it, whatever a policy wrote, a tool said or a reward function returned.
+    """Make a value storable in a column of this type, whatever a policy, a tool or a reward function produced.
 
-    Half of a surrogate pair is spelled out; what is no number, or too large for a float, is NaN or infinite.
+    Half of a surrogate pair is spelled out; values that are no numbers become NaN, those too large infinite.
     """
     if value is None or isinstance(value, np.ndarray):
         return value
@@ -163,7 +163,7 @@ def _number(value: Any) -> float:
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
-    """(T,) as the engine's are stored: 0 where nothing was sampled."""
+    """Return (T,) values over all tokens, like the engine's: 0 where nothing was sampled."""
     if of_response is None:
         return None
     values = np.zeros(trajectory.token_ids.size, np.float32)
@@ -225,17 +225,17 @@ def _json(value: Any) -> str:
 
 
 def read_groups(path: Path | str, files: Any = None) -> list[Group]:
-    """The groups of a file, as they were written.
+    """Read the groups of a file, exactly as they were written.
 
     Args:
-        files: pyarrow's file system that it is in; None: this machine's.
+        files: pyarrow's file system of the path; None: this machine's.
     Raises:
-        InputError: it is no file of this schema version.
+        InputError: not a file of this schema version.
     """
     try:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path} is no readable parquet file: {error}") from None
+        raise InputError(f"{path} is not a readable parquet file: {error}") from None
     found = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
@@ -250,7 +250,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         token_ids=np.array(first["token_ids"][: first["num_prompt_tokens"]], np.int32),
         prefill=first["prefill"],
         stop=tuple(first["stop"]),
-        # Files written before runs had sources have no such column.
+        # Files from before sources have no such column.
         source=first.get("source") or "",
         messages=tuple(json.loads(first.get("messages") or "[]")),
         ground_truth=json.loads(first.get("ground_truth") or "null"),
@@ -280,9 +280,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         max_policy_version=row["max_policy_version"],
         num_turns=row["num_turns"],
         time_generate_s=row["time_generate_s"],
-        # Files written before there were tools have no such column.
+        # Files from before tools have no such column.
         turns=tuple(_turn(turn) for turn in row.get("turns") or ()),
-        # Nor those written before there were external agents these two.
+        # Files from before external agents have neither of these.
         forks=tuple(Fork(**fork) for fork in row.get("forks") or ()),
         agent_output=row.get("agent_output") or "",
         routed_experts=_experts(row.get("routed_experts")),
@@ -290,11 +290,11 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _turn(record: dict[str, Any]) -> TurnRecord:
-    # Files written before weights could change within a turn have no spans.
+    # Files from before weights could change within a turn have no spans.
     spans = tuple(VersionSpan(**span) for span in record.get("version_spans") or ())
     return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"]), "version_spans": spans})
 
 
 def _call(record: dict[str, Any]) -> CallRecord:
-    # Files written before executions were recorded have no such field.
+    # Files from before executions were recorded have no such field.
     return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record.get("execs") or ())})

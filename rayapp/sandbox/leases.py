@@ -1,4 +1,4 @@
-"""What the pool and its callers tell each other: plain data that crosses Ray. No behaviour, no I/O."""
+"""Plain data that the pool and its callers exchange through Ray. No behaviour, no I/O."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import SandboxSpec
 
 RUN_LABEL = "rayapp-run"
-"""Label of every remote sandbox: the run's name. What the sweeps and `rayapp sandbox reap` look for."""
+"""Label of every remote sandbox: the run's name. The sweeps and `rayapp sandbox reap` select by it."""
 APP_LABEL, APP_NAME = "rayapp-app", "rayapp"
-"""Label of everything we make, whatever the run."""
+"""Label of every sandbox of this application, whatever the run."""
 HOST_LABEL = "rayapp-host"
-"""Label: host of the pool. A run sweeps at its start only what the same run left on the same host."""
+"""Label: host of the pool. At its start a run sweeps only sandboxes that an earlier attempt left on this host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """How a worker reaches one remote sandbox, without asking the provider again."""
+    """Data with which a worker reaches one remote sandbox, without asking the provider again."""
 
     sandbox_id: str
     endpoint: str = ""
-    """Provider's own: a URL or a domain."""
+    """A URL or a domain, in the provider's own form."""
     token: str = field(default="", repr=False)
-    """Secret of this one sandbox; empty where the provider has none."""
+    """Secret of this sandbox; empty if the provider has none."""
     traffic_token: str = field(default="", repr=False)
-    """Second secret, of the proxy in front of it; E2B only."""
+    """Second secret, of the proxy in front of the sandbox; E2B only."""
     version: str = ""
-    """Of the agent in the sandbox, where the client has to know it."""
+    """Version of the agent in the sandbox, for providers whose client has to know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,29 +39,29 @@ class Lease:
 
     lease_id: int
     holder: str
-    """Who asked, for the statistics and to reclaim what a dead caller held."""
+    """Name of the caller, for the statistics and to reclaim the leases of a dead caller."""
     expires_at: float
-    """On the pool's clock, in seconds."""
+    """Time on the pool's clock, in seconds."""
     provider: str = "local"
     connection: Connection | None = None
-    """None where the holder makes the sandbox in its own process (`local`): then the lease is a place, no more."""
+    """None if the holder makes the sandbox in its own process (`local`): the lease is only a place then."""
     fallback_from: tuple[str, ...] = ()
-    """Providers that should have served first and could not."""
+    """Providers that come first in the configuration and could not serve."""
 
 
 class Fate(StrEnum):
-    """What became of a sandbox while it was leased."""
+    """State of a sandbox when its lease ends."""
 
     CLEAN = "clean"
-    """It answered every call, and nothing in it was stopped or kept: it may serve again, after a check."""
+    """The sandbox answered every call, and nothing in it was stopped or left: it may serve again after a check."""
     DIRTY = "dirty"
     GONE = "gone"
     UNBORN = "unborn"
-    """The holder had a place, and could not make the sandbox."""
+    """The holder had a place but could not make the sandbox."""
 
 
 class ConnectedSandbox(Sandbox, Protocol):
-    """A sandbox that another process can use as well."""
+    """A sandbox that other processes can use as well."""
 
     @property
     def connection(self) -> Connection: ...
@@ -75,5 +75,5 @@ class RemoteProvider(SandboxProvider, Protocol):
     ) -> ConnectedSandbox: ...
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> Sandbox:
-        """A sandbox that another process created. No call is made: one that is gone says so when used."""
+        """Return a sandbox that another process created. Makes no call: one that is gone fails at first use."""
         ...

@@ -1,8 +1,8 @@
-"""The loopback of a sandbox, where programs in it reach what this process serves, and nothing else of the outside.
+"""The loopback of a sandbox: programs in the sandbox reach one service of this process, and nothing else outside.
 
     program in the sandbox -- TCP to 127.0.0.1:port --> accept(): a socket of this process
 
-Local sandboxes hand out a socket that was made inside; remote ones have a relay (`providers/relay.py`).
+Local sandboxes pass on a listening socket made inside; remote sandboxes run a relay (`providers/relay.py`).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox
 
 Accept = Callable[[], Awaitable[socket.socket]]
-"""Waits for the next connection, of a hostile program maybe."""
+"""Waits for the next connection. The program that connects may be hostile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loopback:
-    """See the module."""
+    """Address in the sandbox, and the way to accept connections to it."""
 
     port: int
-    """Of 127.0.0.1 in the sandbox."""
+    """Port of 127.0.0.1 in the sandbox."""
     folder: Path
-    """In the sandbox, where such a program may write."""
+    """Folder in the sandbox in which the connecting program may write."""
     accept: Accept
 
 
 def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
-    """A sandbox's loopback, for the length of a block.
+    """Open a sandbox's loopback for the length of a block.
 
     Raises:
-        SandboxConfigError: this provider's sandboxes have none.
+        SandboxConfigError: sandboxes of this provider have no loopback.
     """
     own: Callable[[], AbstractAsyncContextManager[Loopback]] | None = getattr(sandbox, "loopback", None)
     if own is None:
         raise SandboxConfigError(
-            f"agent.external.inside: sandboxes of {sandbox.provider} have no way to the policy; those of local, e2b "
-            "and daytona have"
+            f"agent.external.inside: sandboxes of {sandbox.provider} have no way to the policy; use local, e2b "
+            "or daytona"
         )
     return own()

@@ -1,9 +1,9 @@
-"""Folders that are whole or don't count: files first, their manifest last; a claim keeps two writers apart.
+"""Folders that count only when complete: files first, their manifest last; a claim keeps two writers apart.
 
-    claim.json (conditional create) -> files in parallel, those already there skipped -> manifest.json
+    claim.json (conditional create) -> files in parallel, existing ones skipped -> manifest.json
 
-Who reads, reads the manifest first and verifies each file against it, so a half-done upload is never taken for a whole
-one. A claim names the content: the same content goes on where it stopped, other content is refused.
+Readers read the manifest first and verify each file against it, so they never take a partial upload for a complete
+one. A claim names the content: an upload of the same content resumes, one of other content is refused.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from pathlib import Path
 
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
-from rayapp.core.files import is_aside, storage_errors
-from rayapp.core.location import check_key
+from rayapp.core.files import check_key, is_aside, storage_errors
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.hashing import hash_bytes, hash_file
 
 MANIFEST, CLAIM = "manifest.json", "claim.json"
 FORMAT = 1
 _AT_ONCE = 4
-"""Files on the way at once; their parts share the storage's own limit."""
+"""Files in transfer at once; their parts share the storage's own limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a whole folder holds.
+    """The files of a complete folder.
 
     Example: `{"format": 1, "files": {"train.parquet": {"num_bytes": 12345, "sha256": "9f…"}}}`.
     """
 
     files: Mapping[str, ObjectInfo]
-    """By key; every one has its SHA-256."""
+    """Facts by key, each with its SHA-256."""
 
     def dump(self) -> bytes:
         files = {key: {"num_bytes": info.num_bytes, "sha256": info.sha256} for key, info in sorted(self.files.items())}
@@ -43,12 +42,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Names the content: equal for equal files."""
+        """Return a name of the content: equal for equal files."""
         return hash_bytes(self.dump())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
-        """Parse.
+        """Parse a manifest.
 
         Raises:
             StorageCorruptError: it is not a manifest that this version writes.
@@ -67,13 +66,13 @@ class Manifest:
 
 
 async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False) -> Manifest:
-    """Write a local folder's files, and its manifest last. Called again after a failure it sends only what is missing.
+    """Write a local folder's files, and its manifest last. A call after a failure sends only the missing files.
 
     Args:
-        overwrite: replace other content; its manifest goes first, so that no reader sees a mixture.
+        overwrite: replace other content; its manifest is deleted first, so that no reader sees a mixture.
 
     Raises:
-        StorageExistsError: other content is there or on its way, and `overwrite` is not set.
+        StorageExistsError: other content is stored or being uploaded, and `overwrite` is not set.
     """
     manifest = await _scan(folder)
     there = await read_manifest(storage)
@@ -89,10 +88,10 @@ async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False)
 
 
 async def get_folder(storage: Storage, folder: Path) -> Manifest:
-    """Read a whole folder and verify every file. Files that are there already with the right checksum are kept.
+    """Read a complete folder and verify every file. Local files with the right checksum are kept.
 
     Raises:
-        StorageNotFoundError: it has no manifest: it is not there, or its upload never finished.
+        StorageNotFoundError: there is no manifest: no folder, or an unfinished upload.
     """
     manifest = await read_manifest(storage)
     if manifest is None:
@@ -104,7 +103,7 @@ async def get_folder(storage: Storage, folder: Path) -> Manifest:
 
 
 async def read_manifest(storage: Storage) -> Manifest | None:
-    """The folder's manifest; None when it isn't whole."""
+    """Return the folder's manifest; None if the folder is incomplete."""
     try:
         data = await storage.get_bytes(MANIFEST)
     except StorageNotFoundError:
@@ -113,13 +112,13 @@ async def read_manifest(storage: Storage) -> Manifest | None:
 
 
 async def put_missing(storage: Storage, path: Path, info: ObjectInfo) -> ObjectInfo:
-    """Write the file at `path` unless what `info` says is stored already. Returns what is stored now."""
+    """Write the file at `path` unless an object equal to `info` is stored. Returns the stored object's facts."""
     there = await storage.info(info.key)
     return there if there == info else await storage.put_file(path, info.key)
 
 
 async def delete_manifests_first(storage: Storage, keys: Sequence[str]) -> None:
-    """Delete objects, manifests first: a kill in between leaves no folder that looks whole and isn't."""
+    """Delete objects, manifests first: a kill in between leaves no folder that looks complete and isn't."""
     manifests = [key for key in keys if key.rpartition("/")[2] == MANIFEST]
     for batch in (manifests, keys):
         await together(storage.delete, batch, at_once=_AT_ONCE)

@@ -1,6 +1,6 @@
-"""Checksums of files, read in slices in threads: the event loop stays free, and memory stays flat.
+"""Checksums of files, read in slices in threads: the event loop stays free, and memory use stays constant.
 
-SHA-256 for what travels; XXH3 for what lies on a disk, tens of GB at a time, where the question is damage, not forgery.
+SHA-256 for transfers; XXH3 for files on disk, tens of GB at a time, where it guards against damage, not forgery.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,38 +26,53 @@ def hash_bytes(data: bytes) -> str:
 
 
 async def hash_file(path: Path) -> str:
-    """Hex SHA-256 of a file's contents.
+    """Return the hex SHA-256 of a file's contents.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     return await asyncio.to_thread(_digest, path, SHA256)
 
 
-def hash_files(folder: Path, names: Iterable[str], algorithm: str = XXH3) -> dict[str, str]:
-    """Hex checksums of files of a folder, by name, several at once; blocks.
+def both_digests(path: Path) -> tuple[str, str]:
+    """Return a file's hex XXH3 and SHA-256. Reads the file once; blocks.
 
     Raises:
-        OSError: one can't be read.
+        OSError: the file can't be read.
+    """
+    xxh3, sha256 = _digests(path, (XXH3, SHA256))
+    return xxh3, sha256
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the hex XXH3 of files in a folder, by name. Reads several at once; blocks.
+
+    Raises:
+        OSError: a file can't be read.
     """
     wanted = list(names)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="checksums") as threads:
-        return dict(zip(wanted, threads.map(lambda name: _digest(folder / name, algorithm), wanted), strict=True))
+        return dict(zip(wanted, threads.map(lambda name: _digest(folder / name, XXH3), wanted), strict=True))
 
 
 def _digest(path: Path, algorithm: str) -> str:
-    # Read, not mapped: a disk that fails under a map ends the process with SIGBUS.
+    return _digests(path, (algorithm,))[0]
+
+
+def _digests(path: Path, algorithms: Sequence[str]) -> list[str]:
+    # Read, not mapped: if a disk fails under a map, the process ends with SIGBUS.
     with path.open("rb", buffering=0) as file:
-        digest, buffer = _ALGORITHMS[algorithm](), memoryview(bytearray(_SLICE_BYTES))
+        digests, buffer = [_ALGORITHMS[name]() for name in algorithms], memoryview(bytearray(_SLICE_BYTES))
         while num_read := file.readinto(buffer):
-            digest.update(buffer[:num_read])
-        return str(digest.hexdigest())
+            for digest in digests:
+                digest.update(buffer[:num_read])
+        return [str(digest.hexdigest()) for digest in digests]
 
 
 class FollowingHash:
-    """SHA-256 of a file that is still being written: fed range after range, in order, as each is complete.
+    """SHA-256 of a file that is still being written: fed one range after the other, in order.
 
-    One buffer for all of it; not safe to use from two threads at once.
+    Reuses one buffer; not safe to use from two threads at once.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -65,10 +80,10 @@ class FollowingHash:
         self._buffer = memoryview(bytearray(_SLICE_BYTES))
 
     def read(self, start: int, end: int) -> None:
-        """Take in the bytes from `start` to `end` as they are in the file; blocks.
+        """Add the file's bytes from `start` to `end`; blocks.
 
         Raises:
-            OSError: they can't be read, or the file ends before `end`.
+            OSError: the bytes can't be read, or the file ends before `end`.
         """
         while start < end:
             num_read = os.preadv(self._descriptor, [self._buffer[: end - start]], start)

@@ -1,4 +1,4 @@
-"""A folder of this machine, or of a network file system that it has mounted. Made by `open_storage` only."""
+"""A folder on this machine or on a mounted network file system. Made by `open_storage` only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
-from rayapp.core.files import fsync, is_aside, storage_errors, stored
-from rayapp.core.location import check_key
+from rayapp.core.files import check_key, fsync, is_aside, storage_errors, stored
 from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.hashing import hash_bytes, hash_file
 
 
 class LocalStorage:
-    """See `Storage` for what each method promises.
+    """Implements `Storage` on a file system.
 
-    A file system keeps no checksum beside a file, so single reads are verified only where the caller knows one;
-    folders are, by their manifest.
+    A file system stores no checksums, so single reads are verified only if the caller gives one; folders are verified
+    by their manifest.
     """
 
     def __init__(self, root: Path, fence: Fence | None = None) -> None:
@@ -87,7 +86,7 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     async def check(self) -> None:
-        """Make the folder, and a file in it."""
+        """Create the folder, and a file in it."""
 
         def probe() -> None:
             with stored(self._root / "probe") as temporary:

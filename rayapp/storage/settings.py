@@ -1,11 +1,11 @@
-"""How to reach S3-compatible storage, read from the environment only: no key of a config ever holds a secret.
+"""Settings of S3-compatible storage, read from the environment only: config keys never hold secrets.
 
     RAYAPP_S3_PRESET    aws (default) | minio | oss
     AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
     AWS_SESSION_TOKEN   as every AWS tool reads them (with aws also profiles and instance roles)
     OSS_REGION, OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN   with oss
 
-A preset says what differs between the services; `S3Settings` is the result.
+A preset holds the differences between the services; `S3Settings` is the result.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """How much at once, how long, how often. Memory of one transfer is at most `num_parallel` x `part_bytes`."""
+    """Sizes, timeouts and retries of transfers. One transfer uses at most `num_parallel` x `part_bytes` of memory."""
 
     part_bytes: int = 16 * MIB
-    """Size of a part; grown for files that would need over 10,000. S3 takes no part below 5 MiB but the last. Servers
-    pay for each part, so that with parts of 8 MiB an upload takes a fifth more of their time."""
+    """Size of a part; larger for files that would need over 10,000. S3 takes no part below 5 MiB except the last. Each
+    part costs server time: with parts of 8 MiB an upload takes a fifth more of it."""
     num_parallel: int = 6
-    """Parts or small objects on the way at once, over the whole storage object."""
+    """Parts or small objects in transfer at once, over the whole storage object."""
     keys_per_page: int = 1000
-    """Keys asked for in one listing; S3 gives no more."""
+    """Keys requested in one listing; S3 returns no more."""
     max_attempts: int = 6
-    """Tries of one request."""
+    """Attempts of one request."""
     backoff_base_s: float = 0.2
-    """The n-th wait is drawn from [0, base * 2^n], so that workers which failed together don't come back together."""
+    """The n-th wait is drawn from [0, base * 2^n], so that workers that failed together don't retry together."""
     backoff_max_s: float = 10.0
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
@@ -43,25 +43,25 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Everything a client needs. The secret is not shown when this is printed."""
+    """Settings of a client. The secret is left out of its repr."""
 
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
-    """None: the client looks for a profile or an instance role, as AWS tools do."""
+    """None: the client looks for a profile or an instance role, like AWS tools."""
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     addressing_style: str = "auto"
     signature_version: str = "s3v4"
     checksums: str = "when_supported"
-    """`when_required` where the service can't read the chunked bodies that carry a checksum."""
+    """`when_required` if the service can't read the chunked bodies that carry a checksum."""
     create_header: str = "If-None-Match"
-    """Header that makes a write fail where the object exists."""
+    """Header that makes a write fail if the object exists."""
     transfer: Transfer = field(default_factory=Transfer)
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
-    """The settings that the environment asks for.
+    """Return the settings that the environment asks for.
 
     Raises:
         StorageConfigError: an unknown preset, or one without its endpoint.

@@ -1,19 +1,17 @@
-"""Scores a completion for a row of data: verl's rule for its data source, and terms of form, tools and users.
+"""Scores an answer to a data row: by verl's rule for the data source, hidden tests, or the user's reward function.
 
-    completion, row -> {correct, format, tool, custom terms} -> Reward(value = weighted sum, terms = all of them)
+    completion, row -> {score, format, custom terms} -> Reward; `verdict.py` adds tools and judges
 
-Called by the agent loop after the last turn. Rules read the completion in the text process, and code in it runs in a
-sandbox (`code/scoring.py`). Never raises for what the
-completion says or what a custom function does.
+Rules read the completion in the text process; code in a completion runs in a sandbox (`code/scoring.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ from rayapp.tasks.answer_rules import (
     CODE_SOURCES,
     GSM8K,
     NAMES,
-    Rule,
+    AnswerRule,
     TruthKind,
     find_rule,
     format_term,
@@ -33,36 +31,33 @@ from rayapp.tasks.answer_rules import (
 )
 from rayapp.tasks.code.formats import as_json
 from rayapp.tasks.code.scoring import CodeProblem
-from rayapp.tasks.custom_rewards import CustomReward, RewardFailedError, is_storable
-from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
+from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.text_process import TextTooCostlyError, on_text
+from rayapp.tasks.verdict import PLAIN, ToolRewards, Truth, Weights, verdict
 
 Method = Literal["strict", "flexible"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRewards:
-    """How much each term of the reward counts. Every term is recorded, also those of weight 0."""
+    """Weights and rules of the reward's terms. Every term is recorded, even with weight 0."""
 
     method: Method = "strict"
-    """verl's: `strict` wants `#### N`, `flexible` takes the last number. Both look at the last 300 characters."""
+    """verl's `method`: `strict` needs `#### N`, `flexible` takes the last number. Both read the last 300 characters."""
     format_score: float = 0.0
-    """Score of a wrong answer that could be read (verl's name)."""
+    """Score of a wrong but readable answer (verl's name)."""
     correct_score: float = 1.0
-    format_weight: float = 0.0
-    """Weight of the term `format`: 1 where the completion has one `#### N`, at its very end."""
-    tool_weight: float = 0.0
-    """Weight of the term `tool`: the sum of the rewards that the tools gave on the way."""
-    tool_verdict_weight: float = 0.0
-    """Weight of the term `tool_verdict`: the sum of their verdicts on the whole trajectory."""
+    weights: Weights = PLAIN
+    """The term `format` is 1 if the completion has one `#### N`, at its very end."""
     custom: CustomReward | None = None
-    """The user's function, in place of the data source's rule."""
+    """The user's reward function, which replaces the data source's rule."""
     code: CodeSection = field(default_factory=CodeSection)
-    """How code problems are tested."""
+    """Test settings of code problems."""
     is_optional: bool = False
-    """Judges alone count: a data source without a rule has no verdict, and needs none."""
+    """A data source without a rule is accepted: only judges score its answers."""
 
     def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
-        """The row as a code problem; None where it is none, or a custom function scores it."""
+        """Return the row as a code problem; None if it is not one, or a custom function scores it."""
         is_code = data_source in CODE_SOURCES or data_source in self.code.sources
         if self.custom is not None or not is_code:
             return None
@@ -70,10 +65,10 @@ class AnswerRewards:
         return CodeProblem(ground_truth=as_json(ground_truth), comparison=comparison, rules=self.code)
 
     def truth_kind(self, data_source: str) -> TruthKind:
-        """The form that the ground_truth of a data source's rows must have.
+        """Return the form that the ground_truth of a data source's rows must have.
 
         Raises:
-            InputError: there is no rule for it, and no custom function.
+            InputError: the data source has no rule, and there is no custom function.
         """
         if self.custom is not None:
             return "any"
@@ -82,43 +77,56 @@ class AnswerRewards:
         return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
 
     def has_no_verdict(self, data_source: str) -> bool:
-        """Whether only judges say what its answers are worth."""
+        """True if only judges score the answers of this data source."""
         has_rule = bool(self.custom or self.code_problem(data_source, "") or find_rule(data_source))
         return self.is_optional and not has_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion with what its row says."""
+    """One completion with the fields of its data row."""
 
     completion_text: str
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
-    tool_reward: float = 0.0
-    tool_verdict: float = 0.0
 
 
-async def score_answer(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0) -> Reward:
-    """The verdict. `terms["solved"]` and `terms["pass_rate"]` are 1 where the answer is right.
+async def score_answer(
+    answer: Answer,
+    rewards: AnswerRewards,
+    sandboxes: SandboxSource,
+    *,
+    seed: int = 0,
+    tools: ToolRewards | None = None,
+) -> Reward:
+    """Return the verdict. `terms["solved"]` and `terms["pass_rate"]` are 1 if the answer is right.
+
+    Args:
+        sandboxes: run the code in the answer.
+        seed: draws the tests of a code problem; the same for all answers that are compared.
+        tools: rewards that tools gave during the trajectory.
+    Raises:
+        InputError: no rule for this data source, and no custom function: a mistake in the config, not of the policy.
+            `AnswerRewards.truth_kind` reports it before a run starts.
+        One of `verdict.ENDS_GROUP`.
+    """
+    truth = truth_of(answer, rewards, sandboxes, seed=seed)
+    return await verdict(truth, weights=rewards.weights, tools=tools or ToolRewards())
+
+
+def truth_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Truth:
+    """Return the function that scores an answer.
 
     A text that is too long or takes too much time to read is a wrong answer, with status too_long or unreadable.
 
-    Args:
-        sandboxes: where code in the answer runs.
-        seed: draws the tests of a code problem; the same for all answers that are compared.
     Raises:
-        InputError: no rule for this data source, and no custom function: a mistake of the config, not of the policy.
-            The check before a run (`AnswerRewards.truth_kind`) tells it first.
-        SandboxConfigError: no sandbox can ever be had with this configuration.
+        UserError: no rule scores answers of this data source, or the reward function can't be loaded.
     """
-    started = time.perf_counter()
-    try:
-        found = await _found(answer, rewards, sandboxes, seed)
-        verdict = _weighed(found, answer, rewards) if found.valid else found
-    except (RewardFailedError, TextReadingFailedError) as error:
-        verdict = Reward.invalid(error.kind, str(error))
-    return replace(verdict, time_score_s=time.perf_counter() - started)
+    rewards.truth_kind(answer.data_source)
+    if rewards.custom is not None:
+        rewards.custom.load()
+    return partial(_found, answer, rewards, sandboxes, seed)
 
 
 async def _found(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -160,24 +168,15 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
     return Reward(value=terms["score"], terms={"pass_rate": terms["solved"], **terms})
 
 
-def _weighed(found: Reward, answer: Answer, rewards: AnswerRewards) -> Reward:
-    terms = found.terms | {"tool": answer.tool_reward, "tool_verdict": answer.tool_verdict}
-    value = found.value + rewards.format_weight * terms["format"]
-    value += rewards.tool_weight * answer.tool_reward + rewards.tool_verdict_weight * answer.tool_verdict
-    if not is_storable(value):
-        raise RewardFailedError(f"the reward is {value!r}, with these terms: {terms}", "reward_nonsense")
-    return replace(found, value=value, terms=terms)
-
-
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of the section `reward` that the rule takes: first for `solved`, then for `score`."""
+    """Return the settings of the section `reward` that the rule takes: first for `solved`, then for `score`."""
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}
     return plain, plain | {"format_score": rewards.format_score, "score": rewards.correct_score}
 
 
-def _rule(data_source: str) -> Rule:
+def _rule(data_source: str) -> AnswerRule:
     rule = find_rule(data_source)
     if rule is None:
         raise InputError(

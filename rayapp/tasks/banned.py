@@ -1,19 +1,25 @@
-"""Finds banned names in parsed code. Called by `screening.py` before the code runs; it never runs or changes code.
+"""Screens a completion before its code runs: extracts the code, parses it, and finds banned names in it.
 
-A pattern is written as a person would write the code: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`,
-`os.path`, `import` for any import at all, `*` or `not in` for an operator. Only the syntax tree counts, so comments,
-docstrings and other strings are free, and so is a local variable that happens to be called `sorted`.
+Nothing here runs or changes code. Coding tasks call it through the text process, so it imports only the standard
+library.
 
-Found besides the plain use: aliases (`s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted
-as s`), and names given as text to Python's ways of looking names up (`getattr`, `__builtins__[…]`, `vars`, `__dict__`,
-`__import__`, `eval`, …), where the text may be put together from constants (`"so" + "rted"`). A look-up that can't be
-read here (its text is computed, or it is itself passed around under another name) counts as banned too.
+A pattern is written like the code that it bans: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`, `os.path`,
+`import` for any import at all, `*` or `not in` for an operator. Only the syntax tree counts: comments, docstrings and
+other strings are allowed, and so is a local variable called `sorted`.
 
-What can't be caught: other code that does the same under a name the task did not ban (a task that bans sorting has to
-ban what sorts, or imports altogether), and what names nothing at all (a set of small integers happens to iterate in
-order). A name that the code binds itself in a module or class body still counts: Python may fall back to the builtin.
+| found | example |
+|---|---|
+| plain use | `sorted(xs)` |
+| aliases | `s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted as s` |
+| names given as text to `getattr`, `__builtins__[…]`, `vars`, `__dict__`, `__import__`, `eval`, … | `"so" + "rted"` |
+| dynamic lookups: the text is computed, or the lookup function itself is passed around | `getattr(xs, name)` |
 
-The time is proportional to the code's size: of a dotted name no more is read than the longest pattern has parts.
+Two things are not found: other code with the same effect under a name that the task did not ban (a task that bans
+sorting has to ban every sorting function, or imports altogether), and effects without a name (a set of small integers
+happens to iterate in order). A name that the code binds in a module or class body still counts: Python may fall back to
+the builtin.
+
+The time is proportional to the code's size: a dotted name is read only up to the length of the longest pattern.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import ast
 import keyword
 from collections.abc import Iterator, Sequence
 
-from rayapp.tasks.extraction import parse
+from rayapp.tasks.extraction import extract_code, extract_module, extract_program, parse, syntax_problem
 from rayapp.tasks.scopes import Scopes
 
 _CODE_CALLS = frozenset({"eval", "exec", "compile"})
@@ -30,7 +36,7 @@ _IMPORT_CALLS = frozenset({"__import__", "import_module"})
 _LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
     "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
 }  # fmt: skip
-"""Functions that are called with a text that names something, or is code."""
+"""Functions that take a name or code as text."""
 _NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
 _NAMESPACES = frozenset({
     "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
@@ -50,16 +56,16 @@ _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("in", "contains"), ast.NotIn: ("not in", ""), ast.Is: ("is", ""), ast.IsNot: ("is not", ""),
     ast.And: ("and", ""), ast.Or: ("or", ""), ast.Not: ("not", ""),
 }  # fmt: skip
-"""Each operator as it is written, and the stem of its method and of its function in the module operator. A sign before
-a single value (`-x`) is none."""
+"""Each operator as written, and the stem of its method and of its function in the module operator. A sign before a
+single value (`-x`) is not an operator here."""
 _STEMS = dict(_OPERATORS.values())
 
 
 def find_banned(source: str, patterns: Sequence[str]) -> str | None:
-    """The first pattern that the code uses, or `dynamic lookup (how)`; None when it uses none.
+    """Return the first pattern that the code uses, or `dynamic lookup (how)`; None if it uses none.
 
     Args:
-        source: Python that parses. For source that doesn't it is None: that is the caller's syntax error.
+        source: Python that parses. For other source the result is None: the caller reports the syntax error.
     """
     tree = parse(source)
     if tree is None or not patterns:
@@ -74,10 +80,10 @@ def find_banned(source: str, patterns: Sequence[str]) -> str | None:
 
 
 def normal_pattern(pattern: str) -> str:
-    """`sorted(` is `sorted`, and `import ` is `import`.
+    """Return a pattern in its normal form: `sorted(` is `sorted`, and `import ` is `import`.
 
     Raises:
-        ValueError: it is neither a name nor an operator.
+        ValueError: the pattern is neither a name nor an operator.
     """
     name = " ".join(pattern.split())
     if name in _STEMS:
@@ -92,7 +98,7 @@ def normal_pattern(pattern: str) -> str:
 
 
 def _names_of(pattern: str) -> Iterator[str]:
-    """The mentions that a pattern bans. An operator is also its methods and its functions in the module operator."""
+    """Yield the names that a pattern bans. An operator also bans its methods and its functions in module operator."""
     yield pattern
     if stem := _STEMS.get(pattern):
         yield from (f".__{kind}{stem}__" for kind in ("", "r", "i"))
@@ -100,7 +106,7 @@ def _names_of(pattern: str) -> Iterator[str]:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    """All names that the code uses, in the form of patterns; dotted names of at most so many parts."""
+    """Yield all names that the code uses, in the form of patterns; dotted names up to `most_parts` parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -144,7 +150,7 @@ def _attribute(node: ast.Attribute, most_parts: int) -> Iterator[str]:
 
 
 def _imported(dotted: str, most_parts: int) -> Iterator[str]:
-    """`os.path` mentions `os` and `os.path`."""
+    """Yield the names that an import uses: `os.path` uses `os` and `os.path`."""
     parts = dotted.strip(".").split(".", most_parts)
     yield from (".".join(parts[:end]) for end in range(1, min(len(parts), most_parts) + 1))
     if parts[0] in _UNREADABLE_MODULES:
@@ -152,7 +158,7 @@ def _imported(dotted: str, most_parts: int) -> Iterator[str]:
 
 
 def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_parts: int) -> Iterator[str]:
-    """The names that are looked up where `node` is a way of looking names up."""
+    """Yield the names that `node` looks up, if it is a lookup function or namespace."""
     parent = scopes.parent(node)
     call = parent if isinstance(parent, ast.Call) and parent.func is node else None
     if name in _LOOKUP_CALLS and not _is_regex(node):
@@ -165,7 +171,7 @@ def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
-    """The argument in the place where the function takes a name: others may be any constant."""
+    """Return the texts of the arguments that the function takes as names; other arguments may be any constant."""
     match name:
         case "getattr" | "getattr_static":
             arguments = arguments[1:2]
@@ -179,7 +185,7 @@ def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | Non
 
 
 def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
-    """The mentions of a text that was looked up by `how`."""
+    """Yield the names in a text that `how` looks up."""
     if how in _IMPORT_CALLS:
         yield "import"
     if text is None or text in _NAMESPACES | _LOOKUP_CALLS:
@@ -195,7 +201,7 @@ def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
 
 
 def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
-    """`"x"` in `holder["x"]`, `holder.x` and `holder.get("x")`; None for every other use."""
+    """Return `"x"` for `holder["x"]`, `holder.x` and `holder.get("x")`; None for every other use."""
     parent = scopes.parent(holder)
     if isinstance(parent, ast.Subscript) and parent.value is holder:
         return _constant(parent.slice)
@@ -208,7 +214,7 @@ def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
 
 
 def _constant(node: ast.expr) -> str | None:
-    """The text of an expression put together from constants alone."""
+    """Return the text of an expression made only of constants; None for any other."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -224,3 +230,31 @@ def _constant(node: ast.expr) -> str | None:
 
 def _is_regex(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "compile" and getattr(node.value, "id", "") == "re"
+
+
+def screen(completion: str, func_name: str, prefill: str, banned_patterns: Sequence[str]) -> tuple[str, str, str]:
+    """Return code, status and detail. The status is empty if the code may run; otherwise it is the verdict's status."""
+    code = extract_code(completion, func_name, prefill=prefill)
+    if code is None:
+        return "", "no_code", f"no `def {func_name}` in the completion"
+    status, detail = _problem(code)
+    banned = None if status else find_banned(code, banned_patterns)
+    return (code, status, detail) if banned is None else (code, "banned", f"uses {banned.strip()}")
+
+
+def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, str, str]:
+    """Do as `screen`, for data sets: their checkers run the code unchanged and ban no names.
+
+    Args:
+        func_name: empty if the answer is a whole program.
+    """
+    code = extract_module(completion, func_name, prefill=prefill) if func_name else extract_program(completion)
+    if code is None:
+        return "", "no_code", f"the completion defines no {func_name}" if func_name else "the completion is empty"
+    return code, *_problem(code)
+
+
+def _problem(code: str) -> tuple[str, str]:
+    """Return status and detail of code that does not parse; empty texts if it parses."""
+    problem = syntax_problem(code)
+    return ("syntax_error", f"the code does not parse: {problem}") if problem else ("", "")

@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Called by coding tasks. Expressions come with the task, so they are trusted and run here, in our own process; what a
-model wrote never does. Expected values stay here: only inputs go to a sandbox.
+Called by coding tasks. Expressions come with the task, so they are trusted and run in this process; a model's code
+never does. Expected values stay in this process: only inputs go to a sandbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSource:
-    """Everything that hidden tests are drawn from.
+    """Expressions that a task's hidden tests are drawn from.
 
     Example: `CaseSource(task="add", tests=("(rng.randint(0, 9), 1)",), reference="a + b", parameters=("a", "b"))`
     gives for a seed one case such as `Case(args=(4, 1), expected=5)`.
@@ -42,7 +42,8 @@ class CaseSource:
     task: str
     """Name of the task, for errors."""
     tests: tuple[str, ...]
-    """Expressions over `rng`. With one parameter the value is the argument, else it is the tuple of all arguments."""
+    """Expressions over `rng`. If the function has one parameter, the value is the argument, otherwise the tuple of all
+    arguments."""
     reference: str
     """Expression over the parameters' names and over `args`, the tuple of them."""
     parameters: tuple[str, ...]
@@ -50,7 +51,7 @@ class CaseSource:
     """Python source whose functions the expressions may call."""
 
     def draw(self, seed: int) -> tuple[Case, ...]:
-        """The tests of a seed; the same for the same seed.
+        """Return the tests of a seed; the same seed gives the same tests.
 
         Raises:
             InputError: an expression raises, or gives something that is not plain data.
@@ -61,9 +62,9 @@ class CaseSource:
         """Try the reference on a case whose output the task's author wrote.
 
         Args:
-            test: how messages name it.
+            test: name of the case in messages.
         Raises:
-            InputError: the reference gives something else, or the case holds what can't be compared.
+            InputError: the reference gives another output, or the case holds values that can't be compared.
         """
         _check_plain((*case.args, case.expected), f"task {self.task}: {test}, holds a value")
         found = _referred(self, case.args, _names(self), test)
@@ -73,9 +74,9 @@ class CaseSource:
 
 @functools.lru_cache(maxsize=256)
 def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
-    # Remember the result: all trajectories of a group share the seed, and the reference may be slow.
+    # Cached: all trajectories of a group share the seed, and the reference may be slow.
     names = _names(source)
-    # The task's name goes into the seed: else two tasks with the same expression would share their inputs.
+    # The task's name is part of the seed: otherwise two tasks with the same expression would share their inputs.
     names["rng"] = random.Random(f"{source.task}/{seed}")
     return tuple(_case(source, number, names) for number in range(len(source.tests)))
 
@@ -99,9 +100,9 @@ def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
 
 
 def _referred(source: CaseSource, args: tuple[object, ...], names: dict[str, object], test: str) -> object:
-    """What the reference gives."""
+    """Return the reference's output for these arguments."""
     where = f"task {source.task}: the reference, {_short(source.reference)}, on {test}"
-    # Copy first: a reference that works in place would change the input that the sandbox gets.
+    # Copied: a reference that works in place would change the input that the sandbox gets.
     own = copy.deepcopy(args)
     scope = {**names, **dict(zip(source.parameters, own, strict=True)), "args": own}
     expected = _evaluate(source.reference, scope, where)

@@ -1,12 +1,12 @@
-"""A coding task: write one function; hidden tests say what it is worth.
+"""A coding task: the policy writes one function, and hidden tests score it.
 
     prompt -> policy -> completion -> screen (text process) -> sandbox: call_function(inputs) -> values
                                                                                                    |
           seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
 
-The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it; the
-only thing of it that enters a sandbox is the candidate's code with the inputs. An agent's workspace is another sandbox,
-with the task's files and public tests: nothing of the hidden ones.
+The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it. Only
+the candidate's code and the inputs enter a sandbox. An agent's workspace is another sandbox, which holds the task's
+files and public tests, but no hidden test.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, PublicVerdict, Reward, SandboxSpec
-from rayapp.tasks.banned import normal_pattern
+from rayapp.core.validation import explain
+from rayapp.tasks.banned import normal_pattern, screen
 from rayapp.tasks.cases import Case, CaseSource
 from rayapp.tasks.extraction import parse
-from rayapp.tasks.grading import failure, grade
-from rayapp.tasks.public_tests import public_tests_file, public_verdict, read_public_test
-from rayapp.tasks.sandboxed import judged_in_sandbox
-from rayapp.tasks.screening import screen
+from rayapp.tasks.grading import failure, grade, public_tests_file, public_verdict, read_public_test
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
+from rayapp.tasks.verdict import judged_in_sandbox
 
 VALIDATION_SEEDS = range(3)
 """Seeds the reference is tried on when a task is loaded."""
@@ -83,44 +82,51 @@ class CodingTask(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     prompt: str = Field(min_length=1)
-    """What the policy is asked. With `completion` it is the beginning of a Python file that ends in the function's
+    """Text of the request to the policy. With `completion`, the beginning of a Python file that ends in the function's
     `def` line (and docstring)."""
     func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     signature: str = ""
-    """The function's `def` line. It may be left out where the prompt holds it."""
+    """The function's `def` line. Optional if the prompt contains it."""
     prompt_format: PromptFormat = "chat_prefill"
-    """chat: the model's chat template. chat_prefill: the template, and the answer begun up to the signature, for small
-    models that answer in prose otherwise. completion: the prompt as it is, for base models."""
+    """chat: the model's chat template. chat_prefill: the template and the beginning of the answer up to the signature,
+    for small models that otherwise answer in prose. completion: the prompt unchanged, for base models."""
     system: str = ""
-    """System message of the chat; empty leaves it to the template."""
+    """System message of the chat; if empty, the template decides."""
     prefill: str = ""
-    """How the answer begins with `chat_prefill`; empty is a code fence and the signature."""
+    """Beginning of the answer with `chat_prefill`; if empty, a code fence and the signature."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a completion. None is the closing fence with `chat_prefill`, and what follows a function in a
-    script with `completion`."""
+    """Texts that end a completion. None means the closing fence with `chat_prefill`, and texts that typically follow a
+    function in a script with `completion`."""
     banned_patterns: tuple[Annotated[str, AfterValidator(_checked_pattern)], ...] = ()
     """Names the code must not use; see `banned.py`."""
     tests: tuple[Expression, ...] = Field(min_length=1)
-    """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs for a function of several
-    parameters). More and more varied tests make luck and constants worth less."""
+    """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs if the function has
+    several parameters). With more and more varied tests, lucky guesses and constants score less."""
     reference: Expression
-    """The expected output: an expression over the parameters' names (or `args`, the tuple of them)."""
+    """The expected output: an expression over the parameters' names (or `args`, the tuple of all arguments)."""
     helpers: str = ""
-    """Python source with functions for `tests` and `reference`. It is trusted and runs in the trainer, like them."""
+    """Python source of functions for `tests` and `reference`. Like both, it is trusted and runs in the trainer."""
     timeout_s: float = Field(2.0, gt=0.0, le=600.0)
-    """For defining the code and all calls together. Past it the reward is that of an error."""
+    """Time limit for defining the code and all calls together. A run that exceeds it scores as an error."""
     packages: tuple[str, ...] = ()
     """Packages that the sandbox preloads, e.g. numpy."""
     demonstrations: tuple[str, ...] = ()
-    """Solutions that a warm-up learns from (docs/sft.md), each the source of the function. Several ways to write it
-    leave GRPO something to choose from. They are never part of the prompt."""
+    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. Several different solutions
+    leave GRPO a choice. They are never part of the prompt."""
     public_tests: tuple[str, ...] = ()
     """Tests that an agent may see and run: `name(input, …) == output`, with literal values."""
     files: dict[FilePath, str] = Field(default_factory=dict)
-    """Text files in an agent's workspace at the start, by relative path."""
+    """Text files that an agent's workspace holds at the start, by relative path."""
     tools: tuple[str, ...] = CODING_TOOLS
-    """Tools that the task brings for an agent, besides those of `agent.tool_file`; `run_tests` comes with public
+    """Tools that the task adds for an agent to the tools of `agent.tool_file`; `run_tests` is added if there are public
     tests."""
+
+    def __init__(self, **values: object) -> None:
+        """Raises InputError: a field is missing or wrong."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InputError(explain(error, type(self))) from error
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -142,7 +148,7 @@ class CodingTask(BaseModel):
         """Names of the function's parameters.
 
         Raises:
-            ValueError: there is no `def` line of the function, or it can't be read.
+            ValueError: the function's `def` line is missing or can't be parsed.
         """
         for source in (self.signature, *self.prompt.splitlines()):
             line = source.strip()
@@ -162,15 +168,15 @@ class CodingTask(BaseModel):
 
     @property
     def public_cases(self) -> tuple[Case, ...]:
-        """The public tests.
+        """The public tests, parsed.
 
         Raises:
-            ValueError: one has another form, or not as many inputs as the function.
+            ValueError: a test has another form, or not as many inputs as the function.
         """
         return tuple(read_public_test(test, self.func_name, len(self.parameters)) for test in self.public_tests)
 
     def check(self) -> None:
-        """Draw tests with a few seeds, and try the reference on the public ones.
+        """Draw tests with a few seeds, and run the reference on the public tests.
 
         Raises:
             InputError: a test or the reference raises or gives something that can't be compared, or the reference fails
@@ -182,11 +188,11 @@ class CodingTask(BaseModel):
             self.cases.check(case, f"public test {number + 1}, `{self.public_tests[number]}`")
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as the policy reads it. `Prompt.prefill` is the beginning of the answer that it already holds."""
+        """Return the prompt that the policy reads. `Prompt.prefill` is the part of the answer that it contains."""
         is_chat = self.prompt_format != "completion"
         prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
-        # A chat template writes its special tokens itself; a plain prompt gets those the tokenizer adds.
+        # A chat template contains its special tokens; for a plain prompt the tokenizer adds them.
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
         stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
         return Prompt(
@@ -199,7 +205,7 @@ class CodingTask(BaseModel):
         )
 
     def agent_start(self) -> AgentStart:
-        """See `AgentTask`: the prompt as a user's message that names the files, without the beginning of an answer."""
+        """Return the start of an agent (`AgentTask`): the prompt, without prefill, and the names of the files."""
         files = dict(self.files)
         tools, tools_kwargs = self.tools, {}
         if self.public_tests:
@@ -216,7 +222,7 @@ class CodingTask(BaseModel):
         )
 
     async def check_public(self, answer: str, sandbox: Sandbox) -> PublicVerdict:
-        """The public tests on an answer, which is read as `score` reads it.
+        """Run the public tests on an answer; the code is extracted as in `score`.
 
         Raises:
             SandboxError: the sandbox failed.
@@ -234,15 +240,15 @@ class CodingTask(BaseModel):
 
     @property
     def answer_prefix(self) -> str:
-        """The beginning of the answer that the prompt already holds."""
+        """The part of the answer that the prompt already contains."""
         match self.prompt_format:
             case "chat":
                 return ""
             case "completion":
                 return self.prompt
             case "chat_prefill":
-                # No newline at the end: tokenizers merge it with the indent that follows, so a prompt that ended in it
-                # would leave the policy a first token it has hardly ever seen.
+                # No newline at the end: tokenizers merge a newline with the following indent, so after a prompt that
+                # ends in one the policy would have to sample a first token that it has hardly ever seen.
                 return self.prefill or f"```python\n{self.signature.strip() or self._signature_in_prompt()}"
 
     def _signature_in_prompt(self) -> str:
@@ -251,10 +257,10 @@ class CodingTask(BaseModel):
 
     @property
     def demonstrated_completions(self) -> tuple[str, ...]:
-        """Each demonstration as the policy would write it: what follows the prompt, up to the stop text and with it.
+        """Each demonstration as a completion of the prompt, up to and including the stop text.
 
         Raises:
-            ValueError: one does not begin as the prompt's prefill does.
+            ValueError: a demonstration does not begin with the prompt's prefill.
         """
         return tuple(self._completion_of(number, code) for number, code in enumerate(self.demonstrations, start=1))
 
@@ -269,10 +275,10 @@ class CodingTask(BaseModel):
         return text[len(self.answer_prefix) :]
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Score the completion: -1, or the share of the seed's tests that it passes; see `grading.py`.
+        """Score the completion: -1, or the fraction of the seed's tests that it passes; see `grading.py`.
 
         Raises:
-            SandboxConfigError: no sandbox can ever be had with this configuration.
+            SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
         try:
@@ -287,8 +293,8 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """The verdict of the hidden tests."""
-        # Draw in a thread: the reference may be slow, and other trajectories would wait.
+        """Return the verdict of the hidden tests."""
+        # In a thread: the reference may be slow and would block other trajectories.
         cases = await asyncio.to_thread(self.cases.draw, seed)
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -314,7 +320,7 @@ def _parameters(line: str) -> tuple[str, ...]:
 
 
 def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
-    """Args: told: in place of the prompt."""
+    """Args: told: text of the user message; if empty, the task's prompt."""
     system = ({"role": "system", "content": task.system},) if task.system else ()
     return (*system, {"role": "user", "content": told or task.prompt})
 

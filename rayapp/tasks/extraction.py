@@ -1,14 +1,13 @@
-"""Finds the code in a completion. Called by `screening.py` before anything is parsed, banned or run.
+"""Finds the code in a completion. Called by `banned.py` before anything is parsed, banned or run.
 
-What counts as code, in this order:
+These count as code, in this order:
 1. The answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up to
    the first closing fence.
-2. Fenced blocks: the last Python block that defines the function. A model that corrects itself does so below.
+2. Fenced blocks: the last Python block that defines the function, as models correct themselves in a later block.
 3. Above any fence: from the first line that begins Python and leads to the function's `def`.
-Then whatever follows the function is cut, unless it is another definition: models like to append prose or an example
-call, which are not the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token
-limit stays broken. Fences are looked for line by line: the time is proportional to the text's length, but for the
-parses, which are few.
+Text after the function is cut, unless it is another definition: models often append prose or an example call, which are
+not part of the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token limit stays
+broken. Fences are found line by line in time proportional to the text's length; the number of parses is limited.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
 _MAX_TRIES = 12
-"""Parses spent on finding where the code ends (or begins): a hostile completion must not cost seconds."""
+"""Most parses to find the end (or beginning) of the code: a hostile completion must not cost seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """The part of a completion that is the answer.
+    """Return the part of a completion that is the answer.
 
     Args:
-        prefill: the beginning of the answer that the prompt already holds.
+        prefill: the part of the answer that the prompt already contains.
     Returns:
-        Source that mentions `def func_name`, perhaps with a syntax error; None when there is no such thing.
+        Source that contains `def func_name`, perhaps with a syntax error; None if there is none.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     if prefill:
@@ -47,12 +46,37 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
     return None
 
 
+def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str | None:
+    """Return the part of a completion that is a module with the function, as the checkers of data sets run it.
+
+    This is the last block that binds the function's name, uncut. If the answer has no fence, text that is not Python is
+    cut.
+
+    Args:
+        prefill: the part of the answer that the prompt already contains.
+    Returns:
+        Source, perhaps with a syntax error; None if nothing in the completion binds the name.
+    """
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = [] if prefill else _fenced_blocks(text)
+    for block in blocks[: -_MAX_TRIES - 1 : -1]:
+        if _binds(block, func_name):
+            return block
+    if prefill:
+        loose = _until_fence(_after_fence(prefill) + text)
+    else:
+        loose = textwrap.dedent(text)
+        loose = loose if not blocks and parse(loose) is not None else _unfenced(_until_fence(text), func_name)
+    return _through_last_python(loose, func_name) if _binds(loose, func_name) else None
+
+
 def extract_program(completion: str) -> str | None:
-    """The part of a completion that is a whole program: its last block marked as Python, else its last block that
-    parses, else all of it where there is no fence.
+    """Return the part of a completion that is a whole program.
+
+    This is the last block marked as Python; if there is none, the last block that parses; without any fence, all of it.
 
     Returns:
-        Source, perhaps with a syntax error; None when there is no such thing.
+        Source, perhaps with a syntax error; None if there is none.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     marked = [block for block in _fenced_blocks(text, only_marked=True) if block.strip()]
@@ -64,25 +88,45 @@ def extract_program(completion: str) -> str | None:
 
 
 def cut_after_function(source: str, func_name: str) -> str:
-    """`source` through the end of the function, and of the definitions and imports below it.
+    """Return `source` up to the end of the function, with the definitions and imports below it.
 
     Statements below the function that define nothing (an example call, a print) are dropped. Text below it that is not
-    Python is dropped too, as a whole: cutting happens only at lines that begin in column 0.
+    Python is dropped as a whole: cuts are made only at lines that begin in column 0.
     """
+    python = _through_last_python(source, func_name)
+    tree = parse(python)
+    return python if tree is None else _definitions_only(tree, python.split("\n"), func_name)
+
+
+def _through_last_python(source: str, func_name: str) -> str:
+    """Return `source` without the non-Python text below the function; if nothing parses, only the function."""
     lines = source.split("\n")
-    tree = parse(source)
-    if tree is not None:
-        return _definitions_only(tree, lines, func_name)
+    if parse(source) is not None:
+        return source
     ends = _cuts(lines, func_name)
     for end in ends[:-_MAX_TRIES:-1]:
-        tree = parse("\n".join(lines[:end]))
-        if tree is not None:
-            return _definitions_only(tree, lines[:end], func_name)
+        if parse("\n".join(lines[:end])) is not None:
+            return _joined(lines[:end])
     return _joined(lines[: ends[0]] if ends else lines)
 
 
+def _binds(source: str, func_name: str) -> bool:
+    """True if the source defines, imports or assigns the name anywhere."""
+    if _def_pattern(func_name).search(source):
+        return True
+    tree = parse(source) if func_name in source else None
+    if tree is None:
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.alias(name=name, asname=None) | ast.alias(asname=name):
+                if name == func_name:
+                    return True
+    return False
+
+
 def parse(source: str) -> ast.Module | None:
-    """The syntax tree, or None. Python's warnings about the code (`"\\d"`) are not ours to print."""
+    """Return the syntax tree, or None. Python's warnings about the code (`"\\d"`) are suppressed."""
     try:
         return _parsed(source)
     # Besides SyntaxError: NUL bytes and lone surrogates are ValueError, deep nesting RecursionError or MemoryError.
@@ -91,8 +135,7 @@ def parse(source: str) -> ast.Module | None:
 
 
 def syntax_problem(source: str) -> str:
-    """Why `source` does not parse, for a person: the line, the parser's words and what stands there; empty if it
-    does."""
+    """Return why `source` does not parse: line number, the parser's message and the line's text; empty if it parses."""
     try:
         _parsed(source)
     except SyntaxError as error:
@@ -104,15 +147,15 @@ def syntax_problem(source: str) -> str:
 
 
 def _parsed(source: str) -> ast.Module:
-    # Completions are read in threads, and two at a time fail in Python 3.11 ("AST constructor recursion
-    # depth mismatch"): it counts the depth for all threads together.
+    # Completions are read in threads. In Python 3.11 two parses at the same time fail ("AST constructor recursion
+    # depth mismatch"), because one counter of the depth serves all threads.
     with _ONE_PARSE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
 
 
 def _after_fence(prefill: str) -> str:
-    """The part of a prefill below its opening fence: prose above the fence is no code."""
+    """Return the part of a prefill below its opening fence: prose above the fence is not code."""
     lines = prefill.split("\n")
     openings = [number for number, line in enumerate(lines) if _fence(line)]
     return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
@@ -125,10 +168,10 @@ def _until_fence(text: str) -> str:
 
 
 def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
-    """Contents of the blocks that may be Python, in order. A block never closed goes to the end of the text.
+    """Return the contents of the blocks that may be Python, in order. An unclosed block extends to the end of the text.
 
     Args:
-        only_marked: leave out those that name no language.
+        only_marked: leave out blocks that name no language.
     """
     blocks: list[str] = []
     opening, body = None, list[str]()
@@ -150,7 +193,7 @@ def _python_block(language: str, body: list[str], only_marked: bool) -> list[str
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Marks and language of a line that opens a block: three or more ` or ~, then no ` any more."""
+    """Return marks and language of a line that opens a block: three or more ` or ~, then text without `."""
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
     num_marks = len(text) - len(language)
@@ -158,9 +201,10 @@ def _fence(line: str) -> tuple[str, str] | None:
 
 
 def _unfenced(text: str, func_name: str) -> str:
-    """The code from the first line above the function that begins Python (a definition, import, decorator) and parses.
+    """Return the code from the first line above the function that begins Python (definition, import, decorator).
 
-    When nothing parses it is the function itself, so that the verdict is its syntax error.
+    The lines from there to the function's `def` must parse. If none do, the code begins at the `def`, so that the
+    verdict is the function's own syntax error.
     """
     lines = textwrap.dedent(text).split("\n")
     pattern = _def_pattern(func_name)
@@ -179,7 +223,7 @@ def _def_pattern(func_name: str) -> re.Pattern[str]:
 
 
 def _cuts(lines: list[str], func_name: str) -> list[int]:
-    """Line numbers below the function's `def` where a new line in column 0 begins: all places where a cut is honest."""
+    """Return the numbers of the lines below the function's `def` that begin in column 0: the permitted cuts."""
     pattern = _def_pattern(func_name)
     start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
     if start is None:
@@ -190,12 +234,12 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 
 
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
-    """Everything through the function, then only what defines or imports. All of it when the function is nested."""
+    """Return all lines up to the end of the function, then only definitions and imports; all if it is nested."""
     kept: list[str] = []
     end = 0
     for node in tree.body:
         if kept:
-            # Several may stand on one line, which is kept once.
+            # One line may hold several definitions; keep it once.
             if isinstance(node, _DEFINITIONS) and (first := max(_first_line(node) - 1, end)) < _last_line(node):
                 kept += ["", "", *lines[first : _last_line(node)]]
                 end = _last_line(node)

@@ -2,9 +2,9 @@
 
     reasoning_gym:chain_sum      reasoning_gym:countdown?size=200&seed=7&max_value=20
 
-Each problem is one task of the generator's name. Where a generator scores by comparing texts, that is done here. Others
-evaluate the answer (`eval`, sympy's parser): they score in a sandbox that has the package, which gets the generator's
-name and the problem's number. There the answer's code could forge its score, so it counts as `verdict/forgeable`.
+Each problem is one task with the generator's name. If a generator scores by comparing texts, that is done here. Others
+evaluate the answer (`eval`, sympy's parser): they score in a sandbox that has the package and gets the generator's name
+and the problem's number. The answer's code could forge its score there, so the verdict counts as `verdict/forgeable`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from rayapp.core.errors import InputError
-from rayapp.core.names.near import did_you_mean
+from rayapp.core.names import did_you_mean
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, CallResult, ExecResult, Prompt, Reward, SandboxSpec
-from rayapp.tasks.sandboxed import judged_in_sandbox
+from rayapp.tasks.verdict import judged_in_sandbox
 
 GENERATED = "reasoning_gym:"
 PACKAGE = "reasoning_gym"
@@ -46,20 +46,21 @@ class GeneratedTask:
 
     name: str
     prompt: str
-    answer: str
+    answer: str | None
+    """None if the generator gives none: any answer with the right properties is right."""
     options: str
-    """Of the generator, as JSON."""
+    """Options of the generator, as JSON."""
     index: int
     is_compared: bool
-    """The answer is compared as a text, by the package's usual rule."""
+    """The answer is compared as text, by the package's default rule."""
 
     @property
-    def solution(self) -> str:
-        """An answer that is right."""
-        return f"<answer>{self.answer}</answer>"
+    def solution(self) -> str | None:
+        """A right answer; None if the generator gives none."""
+        return None if self.answer is None else f"<answer>{self.answer}</answer>"
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """The question as a user's message, or as it is where the model has no chat template."""
+        """Return the question as a user's message, or as plain text if the model has no chat template."""
         text, is_chat = f"{self._told}\n", bool(getattr(tokenizer, "chat_template", None))
         messages = ({"role": "user", "content": self._told},)
         if is_chat:
@@ -68,7 +69,7 @@ class GeneratedTask:
         return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), messages=messages)
 
     def agent_start(self) -> AgentStart:
-        """The question; the tools are those of the run's tool file."""
+        """Return the question as a user's message. The tools come from the run's tool file."""
         return AgentStart(messages=({"role": "user", "content": self._told},))
 
     @property
@@ -76,17 +77,17 @@ class GeneratedTask:
         return f"{self.prompt}\n\n{_INSTRUCTION}"
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """The generator's own score, 0 to 1; `solved` where it is 1.
+        """Return the generator's own score, 0 to 1; `solved` is 1 if it is 1.
 
         Raises:
-            SandboxConfigError: no sandbox can ever be had with this configuration.
+            SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
         answer = _answer_in(completion_text)
         if answer is None:
             verdict = replace(_reward(0.0), status="no_answer", detail="there is no <answer>…</answer>")
         elif self.is_compared:
-            verdict = _reward(_compared(answer, self.answer))
+            verdict = _reward(_compared(answer, self.answer or ""))
         else:
             spec = SandboxSpec(packages=(PACKAGE,))
             verdict = await judged_in_sandbox(sandboxes, spec, partial(self._judge, answer))
@@ -98,8 +99,9 @@ class GeneratedTask:
             return Reward.invalid("no_package", f"{ran.error}: it has to be in the provider's template")
         value = call.value if call.ok and isinstance(call.value, float) and 0.0 <= call.value <= 1.0 else 0.0
         why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
-        if why and not (await self._call(self.answer, sandbox))[0].ok:
-            return Reward.invalid("no_score", f"the right answer can't be scored either: {why}")
+        if why and not (await self._call(self.answer or "", sandbox))[0].ok:
+            told = "no answer can be scored" if self.answer is None else "the right answer can't be scored either"
+            return Reward.invalid("no_score", f"{told}: {why}")
         reward = _reward(value)
         return replace(reward, terms={**reward.terms, "verdict/forgeable": 1.0}, detail=why)
 
@@ -116,7 +118,7 @@ def _answer_in(text: str) -> str | None:
 
 
 def _compared(answer: str, wanted: str) -> float:
-    """The package's usual rule: 1 where they are equal, part of it where the answer holds the wanted text."""
+    """Score by the package's default rule: 1 if equal, a fraction if the answer contains the wanted text."""
     if answer == wanted:
         return 1.0
     return len(wanted) / len(answer) if wanted and wanted in answer else 0.0
@@ -127,12 +129,12 @@ def _reward(value: float) -> Reward:
 
 
 def load_generated(source: str) -> tuple[GeneratedTask, ...]:
-    """The problems of a generator.
+    """Return the problems of a generator.
 
     Args:
-        source: `reasoning_gym:NAME`, then perhaps `?size=…&seed=…` and options of the generator.
+        source: `reasoning_gym:NAME`, optionally with `?size=…&seed=…` and options of the generator.
     Raises:
-        InputError: the package is not installed, there is no such generator, or it refuses an option.
+        InputError: the package is not installed, the generator doesn't exist, or it refuses an option.
     """
     name, _, query = source.removeprefix(GENERATED).partition("?")
     options = {"size": _SIZE, "seed": _SEED, **{key: _value(text) for key, text in parse_qsl(query)}}
@@ -144,7 +146,7 @@ def load_generated(source: str) -> tuple[GeneratedTask, ...]:
         GeneratedTask(
             name=name,
             prompt=str(entry["question"]),
-            answer=str(entry["answer"]),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
             options=json.dumps(options),
             index=index,
             is_compared=is_compared,

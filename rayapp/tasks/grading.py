@@ -1,43 +1,47 @@
-"""Turns what code did in a sandbox into a verdict. Pure; called by coding tasks.
+"""Turns the results of a coding task's tests into a verdict, and reads, writes and reports its public tests. Pure.
 
-| what happened | reward | status |
+| event | reward | status |
 |---|---|---|
-| no function in the completion, or it does not parse | -1 | no_code, syntax_error |
-| a banned name | -1 | banned |
-| it is over a million characters, or takes over 2 s of CPU time to read | -1 | too_long, unreadable |
-| defining it raised, or the process ended by itself | -1 | error |
+| the completion has no function, or the code does not parse | -1 | no_code, syntax_error |
+| the code uses a banned name | -1 | banned |
+| the code has over a million characters, or takes over 2 s of CPU time to read | -1 | too_long, unreadable |
+| the definition raised, or the process exited | -1 | error |
 | the whole run was stopped | -1 | timeout, memory, output, … (the cause) |
-| every call raised, or returned what is no plain data | -1 | error |
+| every call raised, or returned something other than plain data | -1 | error |
 | otherwise | passed / number of tests | scored |
 
-A call that raises is one failed test, as long as some other call returns: a function that fails on the empty list is
-still better than one that fails always. One that fails always has shown nothing, so it is an error, as in a script that
-stops at its first exception. The number of tests is ours, never taken from the sandbox.
+A call that raises is one failed test, as long as another call returns: a function that fails only on the empty list is
+better than one that always fails. A function that always fails scores as an error, like a script that stops at its
+first exception. The number of tests comes from the task, never from the sandbox.
+
+An agent may read and run the public tests. They reveal nothing about the hidden tests, and don't affect the verdict.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 from rayapp.core.errors import SandboxProtocolError
-from rayapp.core.types import CallReport, CallResult, Reward
+from rayapp.core.types import CallReport, CallResult, PublicVerdict, Reward
 from rayapp.sandbox.verdict.compare import same_value, shown
 from rayapp.tasks.cases import Case
+from rayapp.tasks.extraction import parse
 
 ERROR_REWARD = -1.0
 
 
 def failure(status: str, detail: str, *, all_raised: bool = False) -> Reward:
-    """A verdict of -1."""
+    """Return a verdict of -1."""
     terms = _terms(passed=0, raised=int(all_raised), tests=1)
     return Reward(value=ERROR_REWARD, terms=terms, status=status, detail=detail)
 
 
 def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
-    """Compare what came back with what was expected.
+    """Compare the calls' results with the expected values.
 
     Raises:
-        SandboxProtocolError: not one result for each test, which is the sandbox's failure.
+        SandboxProtocolError: the number of results differs from the number of tests: the sandbox failed.
     """
     ran = report.exec
     if ran.stopped_for is not None:
@@ -59,7 +63,7 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
 
 
 def _told(calls: Sequence[CallResult], cases: Sequence[Case], index: int) -> str:
-    """One failed test, for a person."""
+    """Return one line that describes a failed test."""
     call, case = calls[index], cases[index]
     given = ", ".join(map(shown, case.args))
     got = f"got {shown(call.value)}" if call.ok else f"raised {call.error}"
@@ -72,3 +76,51 @@ def _terms(*, passed: int, raised: int, tests: int) -> dict[str, float]:
         "solved": float(passed == tests),
         "raised_rate": raised / tests,
     }
+
+
+_MAX_ERROR_CHARS = 200
+
+
+def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
+    """Parse `name(input, …) == output` into inputs and output.
+
+    Raises:
+        ValueError: the test has another form, or values that are not literals.
+    """
+    tree = parse(test.strip())
+    match tree.body if tree is not None else []:
+        case [ast.Expr(ast.Compare(ast.Call(ast.Name(name), inputs, []), [ast.Eq()], [output]))] if name == func_name:
+            pass
+        case _:
+            raise ValueError(f"public test {test!r} is not of the form {func_name}(…) == …")
+    if len(inputs) != num_parameters:
+        raise ValueError(f"public test {test!r} gives {len(inputs)} inputs; the function takes {num_parameters}")
+    try:
+        return Case(args=tuple(map(ast.literal_eval, inputs)), expected=ast.literal_eval(output))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"public test {test!r}: its values must be literals: {error}") from None
+
+
+def public_tests_file(func_name: str, tests: Sequence[str]) -> str:
+    """Return a script that exits with status 0 if `solution.py` passes all tests."""
+    lines = [f"from solution import {func_name}", "", *(f"assert {test.strip()}" for test in tests)]
+    return "\n".join([*lines, "", f'print("{len(tests)} tests passed")', ""])
+
+
+def public_verdict(report: CallReport, cases: Sequence[Case], tests: Sequence[str]) -> PublicVerdict:
+    """Return the pass rate, and a report with one line for each test."""
+    if not report.exec.ok:
+        cause = report.exec.stopped_for
+        text = f"stopped for {cause.value}" if cause is not None else report.exec.error
+        return PublicVerdict(pass_rate=0.0, text=f"no test has run: {text}")
+    results = list(zip(report.calls, cases, tests, strict=True))
+    passed = [call.ok and same_value(call.value, case.expected) for call, case, _ in results]
+    lines = [_line(call, test, is_passed) for (call, _, test), is_passed in zip(results, passed, strict=True)]
+    told = "\n".join([f"{sum(passed)} of {len(passed)} tests passed", *lines])
+    return PublicVerdict(pass_rate=sum(passed) / len(passed), text=told)
+
+
+def _line(call: CallResult, test: str, is_passed: bool) -> str:
+    if is_passed:
+        return f"passed: {test.strip()}"
+    return f"FAILED: {test.strip()}, got {shown(call.value) if call.ok else call.error[:_MAX_ERROR_CHARS]}"

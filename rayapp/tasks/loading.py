@@ -1,11 +1,15 @@
 """Finds tasks by name or file and checks them before anything else starts.
 
-A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
-`based_on`, a shipped task, only those that differ from its), a Python file that binds `TASK` to a `CodingTask` or
-any object of the `Task` protocol, or a folder in Harbor's layout. Many tasks are `benchmark:humaneval`,
-`reasoning_gym:chain_sum`, a folder of such folders, `repositories`, the shipped ones, and a YAML file of an
-environment. Used by the driver, the rollout workers and `rayapp score`. A Python file is run in this process: it is the
-user's own.
+| source | task |
+|---|---|
+| `sort_numbers` | a shipped task |
+| a YAML file | the fields of `CodingTask`; with `based_on`, a shipped task, only the fields that differ from it |
+| a Python file | binds `TASK` to a `CodingTask` or any object of the `Task` protocol; it is trusted and runs here |
+| a folder | one task in Harbor's layout |
+| `benchmark:humaneval`, `reasoning_gym:chain_sum`, `repositories` | all tasks of this benchmark or generator |
+| a folder of task folders, an environment's YAML file | all tasks in it |
+
+Used by the driver, the rollout workers and `rayapp score`.
 """
 
 from __future__ import annotations
@@ -22,15 +26,12 @@ import yaml
 from pydantic import ValidationError
 
 from rayapp.core.errors import InputError
-from rayapp.core.names.given import given, is_given
-from rayapp.core.names.near import did_you_mean
-from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
+from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment
-from rayapp.tasks.environments.task import row_tasks
+from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment, row_tasks
 from rayapp.tasks.environments.verifiers import verifiers_tasks
 from rayapp.tasks.generators import GENERATED, load_generated
 from rayapp.tasks.repository.folder import TRUST
@@ -41,12 +42,12 @@ REPOSITORIES = "repositories"
 
 
 def shipped_tasks() -> list[str]:
-    """Names of the tasks that come with the package."""
+    """Return the names of the tasks that come with the package."""
     return sorted(Path(entry.name).stem for entry in _library().iterdir() if Path(entry.name).suffix in _YAML)
 
 
 def shipped_repositories() -> list[str]:
-    """Names of the tasks over repositories that come with the package."""
+    """Return the names of the repository tasks that come with the package."""
     return sorted(entry.name for entry in _library().joinpath(REPOSITORIES).iterdir() if entry.is_dir())
 
 
@@ -55,10 +56,10 @@ def _library() -> Traversable:
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
-    """The tasks of a run, in order. One that is named twice is there twice, and asked twice as often.
+    """Return the tasks of a run, in order. A task that is named twice appears twice and is sampled twice as often.
 
     Raises:
-        InputError: there is none, one can't be used, or two have the same name.
+        InputError: there is no task, a task can't be used, or two tasks have the same name.
     """
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
@@ -74,7 +75,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
 
 
 def load_source(source: str) -> Sequence[Task]:
-    """The tasks that one name stands for: of a benchmark they have one name.
+    """Return the tasks of one source; all tasks of a benchmark share one name.
 
     Raises:
         InputError: as `load_task`.
@@ -83,26 +84,34 @@ def load_source(source: str) -> Sequence[Task]:
         return load_benchmark(source)
     if source.startswith(GENERATED):
         return load_generated(source)
-    if source == REPOSITORIES:
-        return [load_task(name) for name in shipped_repositories()]
-    folder, trusts_script = _folder_of(source)
+    folder, _ = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
         environment = parse_environment(data, folder)
         return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
-    if folder.is_dir() and not (folder / "instruction.md").exists():
-        found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
-        if not found:
-            raise InputError(
-                f"folder {source} is no task, and holds none: there is no instruction.md in it or one below"
-            )
-        return [load_task(f"{entry}?{TRUST}" if trusts_script else str(entry)) for entry in found]
-    return (load_task(source),)
+    return [load_task(single) for single in single_tasks(source)]
+
+
+def single_tasks(source: str) -> list[str]:
+    """Return the sources of the single tasks in a folder of many or in `repositories`; any other source unchanged.
+
+    Raises:
+        InputError: the folder holds no task.
+    """
+    if source == REPOSITORIES:
+        return shipped_repositories()
+    folder, trusts_script = _folder_of(source)
+    if not folder.is_dir() or (folder / "instruction.md").exists():
+        return [source]
+    found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
+    if not found:
+        raise InputError(f"folder {source} is not a task and contains none: there is no instruction.md in it or below")
+    return [f"{entry}?{TRUST}" if trusts_script else str(entry) for entry in found]
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    """A path, and whether the `test.sh` of a task folder there may judge: `terminal-bench?trust_test_scripts=true`.
+    """Return a path, and whether a task folder's `test.sh` may judge: `terminal-bench?trust_test_scripts=true`.
 
-    Not a key of task.toml: it is for who runs a task to trust it, not for who wrote it.
+    This is not a key of task.toml: the user who runs a task decides whether to trust it, not its author.
     """
     folder, _, option = source.rpartition("?")
     if not folder or not Path(folder).is_dir():
@@ -113,12 +122,12 @@ def _folder_of(source: str) -> tuple[Path, bool]:
 
 
 def load_task(source: str) -> Task:
-    """One task, checked: its reference has run on the tests of a few seeds.
+    """Return one task, after its reference has run on the tests of a few seeds.
 
     Args:
         source: name of a shipped task, or path of a .yaml or .py file or of a task folder.
     Raises:
-        InputError: it says what to change, and where.
+        InputError: the task can't be used; the message says what to change, and where.
     """
     path, trusts_script = _folder_of(source)
     if path.is_dir():
@@ -143,7 +152,7 @@ def load_task(source: str) -> Task:
 
 
 def _of_plugin(name: str) -> Task:
-    """A plug-in is a task, or what makes one when it is called."""
+    """Return the task of a plug-in: the plug-in itself, or the result of calling it."""
     found = load_plugin("tasks", name)
     made = found() if isinstance(found, type) or not hasattr(found, "score") else found
     return _checked_task(made, f"plug-in {name} has to be, or to give,")
@@ -169,7 +178,7 @@ def _shipped_text(name: str) -> str:
 
 
 def _fields_of(base: object, source: str) -> dict[str, object]:
-    """Fields of the shipped task that another one changes."""
+    """Return the fields of the shipped task that another task is based on."""
     if base not in shipped_tasks():
         raise InputError(f"task {source}: based_on is {base!r}; it is one of {', '.join(shipped_tasks())}")
     fields: dict[str, object] = yaml.safe_load(_shipped_text(str(base)))
@@ -190,7 +199,7 @@ def _yaml(text: str, source: str) -> dict[str, Any]:
 def _from_yaml(text: str, source: str) -> CodingTask:
     data = _yaml(text, source)
     if "environment" in data:
-        raise InputError(f"task {source} is an environment: its verdict is on what is done in it, not on a text")
+        raise InputError(f"task {source} is an environment: it scores its own episodes, not a text")
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
     data.setdefault("name", Path(source).stem)
@@ -204,8 +213,8 @@ def _from_python(path: Path) -> Task:
     code = _read(path)
     module = ModuleType(f"rayapp_task_{path.stem}")
     module.__file__ = str(path)
-    # Dataclasses look their module up while it runs; left there, Ray would pickle the task's class by that name, which
-    # no other process can import. Without it the class itself travels.
+    # Dataclasses look up their module while it runs. It is removed afterwards: otherwise Ray would pickle the task's
+    # class by the module's name, which no other process can import; without the module, it pickles the class itself.
     sys.modules[module.__name__] = module
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)

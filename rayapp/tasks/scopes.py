@@ -1,11 +1,11 @@
-"""Tells local variables from builtins in parsed code, for `banned.py`: `sorted = False` in a bubble sort is no call.
+"""Tells local variables from builtins in parsed code, for `banned.py`: `sorted = False` in a bubble sort is allowed.
 
-A name counts as local only where Python itself can never fall back to the builtin: it is bound in an enclosing
-function. A binding in a module or class body, in a comprehension, or under `global` does not count.
+A name counts as local only if it is bound in an enclosing function, so that Python can never fall back to the builtin.
+A binding in a module or class body, in a comprehension, or under `global` does not count.
 
-    one walk over the tree, in order -> entering a body: what its scope says of its names, on top; leaving it: off again
+    one walk over the tree, in order -> entering a body: push its scope's verdicts on names; leaving it: pop them
 
-so that each name is looked up once, whatever the nesting, and the time is proportional to the code's size.
+Each name is looked up once, whatever the nesting, so the time is proportional to the code's size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEW_SCOPE = (
 
 
 class Scopes:
-    """Answers for one syntax tree."""
+    """Parents and local variables of one syntax tree."""
 
     def __init__(self, tree: ast.AST) -> None:
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -37,14 +37,14 @@ class Scopes:
         return self._parents.get(node)
 
     def is_local(self, node: ast.Name) -> bool:
-        """True if the name is a variable of a function around it."""
+        """True if the name is a variable of an enclosing function."""
         return node in self._locals
 
 
 def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
-    """Every use of a name that is a variable of a function around it."""
+    """Yield every use of a name that is a variable of an enclosing function."""
     said: dict[str, list[bool]] = {}
-    """For each name, what the scopes around say of it, the innermost last: True for a function's variable."""
+    """By name, the verdicts of the enclosing scopes, innermost last: True for a function's variable."""
     pending: list[ast.AST | _Leave] = [tree]
     while pending:
         node = pending.pop()
@@ -58,7 +58,7 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
         inside = set(body)
         pending += [child for child in ast.iter_child_nodes(node) if child not in inside]
         if body:
-            # Walk the body first; then, before what lies outside it, take back what its scope said.
+            # Walk the body first, then remove its scope's verdicts before walking the nodes outside it.
             names = _verdicts(node)
             for name, is_local in names.items():
                 said.setdefault(name, []).append(is_local)
@@ -73,7 +73,7 @@ class _Leave:
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    """The nodes that run inside a scope: defaults, decorators, bases and annotations belong to the scope around."""
+    """Return the nodes that run inside a scope: defaults, decorators, bases and annotations run in the outer scope."""
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -84,7 +84,7 @@ def _scope_body(node: ast.AST) -> list[ast.AST]:
 
 
 def _verdicts(scope: ast.AST) -> dict[str, bool]:
-    """Name -> True if it is a variable of this function, False if it is looked up elsewhere."""
+    """Return by name: True if it is a variable of this function, False if it is looked up elsewhere."""
     nodes = list(_own_nodes(scope))
     global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
@@ -95,7 +95,7 @@ def _verdicts(scope: ast.AST) -> dict[str, bool]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a scope's body, without those of scopes nested in it (whose first node is still given)."""
+    """Yield the nodes of a scope's body, but of each nested scope only the first node."""
     pending = _scope_body(scope)
     while pending:
         node = pending.pop()

@@ -1,36 +1,51 @@
 """The program of the text process: makes one call after the other, each with a limit of CPU time.
 
-Started by `text_process.py`, which says what for. It has the standard library and this package's modules that need no
-more, no environment, and no standard output.
+A call arrives as a pickle, so arguments may be any plain data; the result returns as JSON, which cannot carry code.
+
+Started by `text_process.py`, which explains its purpose. It can import the standard library and those modules of this
+package that need nothing else; it has no environment and no standard output.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
+import pickle
 import resource
 import signal
 import socket
 import struct
+from collections.abc import Callable
 from io import BufferedRWPair
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _MEMORY_BYTES = 1 << 30
-"""Limit of address space. Past it there is a MemoryError, which `ast.parse` may well give for a hostile text."""
+"""Limit of address space. Exceeding it raises MemoryError, as `ast.parse` may for a hostile text."""
+
+
+def write_call(stream: BufferedRWPair, call: tuple[Any, ...]) -> None:
+    """Write a call: function, arguments, limit of CPU time. Raises PickleError, TypeError or AttributeError."""
+    _write(stream, pickle.dumps(call))
 
 
 def write_frame(stream: BufferedRWPair, value: object) -> None:
-    """Write one JSON value. Raises TypeError or ValueError for what JSON can't hold."""
-    data = json.dumps(value).encode()
+    """Write one JSON value. Raises TypeError or ValueError for values that JSON can't represent."""
+    _write(stream, json.dumps(value).encode())
+
+
+def _write(stream: BufferedRWPair, data: bytes) -> None:
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_frame(stream: BufferedRWPair) -> Any:
-    """Read the next value. Raises EOFError when the other side is gone."""
+    """Read the next value. Raises EOFError if the other process has ended."""
+    return json.loads(_read(stream))
+
+
+def _read(stream: BufferedRWPair) -> bytes:
     (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
-    return json.loads(_exactly(stream, length))
+    return _exactly(stream, length)
 
 
 def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
@@ -41,8 +56,8 @@ def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Serve calls that come through the socket on standard input; answers go back the same way."""
-    # Ignore Ctrl-C, which goes to the whole terminal: the parent ends this process by closing its side.
+    """Serve the calls that arrive on the socket at standard input, and write the results to it."""
+    # Ignore Ctrl-C, which reaches every process of the terminal: the parent ends this process by closing its socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for kind, limit in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
@@ -51,22 +66,30 @@ def main() -> None:
         write_frame(stream, "ready")
         while True:
             try:
-                call = read_frame(stream)
+                call = _read(stream)
             except EOFError:
                 return
-            write_frame(stream, _answer(*call))
+            write_frame(stream, _answer(call))
 
 
-def _answer(module: str, name: str, arguments: list[Any], cpu_s: float) -> tuple[str, object]:
-    function = getattr(importlib.import_module(module), name)
-    # The kernel ends this process when the time is used up, whatever the interpreter is busy with: no Python handler.
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+def _answer(call: bytes) -> tuple[str, object]:
     try:
+        function, arguments, cpu_s = pickle.loads(call)  # written by the parent: plain data and our functions
+        # No handler: the kernel ends this process when the time is used up, whatever the interpreter is doing.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         return "returned", function(*arguments)
-    except Exception as error:  # boundary: what a rule raises is for the caller to judge
+    except Exception as error:  # boundary: the caller decides about errors of a rule
         return "raised", f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def is_held(condition: Callable[[Any], object], values: object) -> bool:
+    """True if the condition returns a true value for the values; False if it raises."""
+    try:
+        return bool(condition(values))
+    except Exception:  # boundary: a comparison that these values don't support, e.g. abs("x")
+        return False
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Our own work on text that a model wrote, in a process beside this one: it can be ended, and holds up nothing here.
+"""Runs this package's functions on a model's text in a separate process, which can be ended and blocks nothing here.
 
-    await on_text(function, text, …) -> JSON -> text process: function(text, …), its CPU time limited -> JSON -> value
+    await on_text(function, text, …) -> text process: function(text, …), limited CPU time -> JSON -> value
+    await holds(condition, values)   -> text process: condition(values), limited CPU time         -> bool
 
-Regular expressions, `ast.parse` and scans can be made to take seconds or for ever; meanwhile they hold the
-interpreter's lock, and a thread can't be ended. So one small process per rollout worker (13 MB, the standard library,
-no environment) does it, one call after the other. The kernel ends it when a call uses up its CPU time, and the next
-call starts another. CPU time, because a verdict must not depend on how busy the machine is. It runs our functions only:
-what a model wrote as *code* belongs into a sandbox.
+A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds or never end; meanwhile
+they hold the interpreter's lock, and a thread can't be ended. Therefore each rollout worker has one small process
+(13 MB, the standard library, no environment) that makes one call after the other. The kernel ends it when a call
+exceeds its CPU time, and the next call starts another. The limit is CPU time, because a verdict must not depend on how
+busy the machine is. The process runs only functions of this package: a model's *code* must run in a sandbox.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -27,39 +29,39 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import KindError
-from rayapp.tasks.text_child import read_frame, write_frame
+from rayapp.tasks.text_child import is_held, read_frame, write_call
 
 MAX_TEXT_CHARS = 1 << 20
-"""A longer text is not looked at: it is about 250,000 tokens."""
+"""Longer texts are not read; this is about 250,000 tokens."""
 CPU_LIMIT_S = 2.0
-"""CPU time of one call. An honest answer takes under a millisecond; 100,000 characters of pure code about a second."""
+"""CPU time of one call. A normal answer takes under a millisecond, 100,000 characters of pure code about a second."""
 _WALL_LIMIT_S = 60.0
-"""Clock time of one exchange. Past it the machine, not the text, is in trouble."""
+"""Wall-clock time of one exchange. A longer one means that the machine has a problem, not the text."""
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class TextTooCostlyError(KindError):
-    """A text is too long, takes too much time, or ends the process that reads it: the text's doing, so a verdict.
+    """Error of a text that is too long, takes too much time, or ends the process that reads it: this is a verdict.
 
     Its kind is too_long or unreadable, for `Reward.status`.
     """
 
 
 class TextReadingFailedError(KindError):
-    """The function raised, or the text process can't do its work: no verdict on the text.
+    """Error of a function that raised, or of the text process itself: no verdict on the text.
 
     Its kind is reward_error or text_process.
     """
 
 
 @dataclass(slots=True)
-class _Child:
+class _TextChild:
     process: subprocess.Popen[bytes]
     stream: BufferedRWPair
 
     @classmethod
-    def start(cls) -> _Child:
+    def start(cls) -> _TextChild:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -74,8 +76,8 @@ class _Child:
             return cls(process, ours.makefile("rwb"))
 
     def end(self) -> int:
-        """End the process, if it still runs. Returns its exit status; negative is the signal that ended it."""
-        with contextlib.suppress(OSError):  # what it was asked has not all been read
+        """End the process, if it still runs. Return its exit status; if negative, the signal that ended it."""
+        with contextlib.suppress(OSError):  # the process may not have read all of the call
             self.stream.close()
         try:
             return self.process.wait(timeout=1.0)
@@ -86,18 +88,18 @@ class _Child:
 
 @dataclass(slots=True)
 class TextProcess:
-    """One child, started at the first call and again whenever it has ended. Use `on_text`, which shares one."""
+    """One child process, started at the first call and again after it has ended. Use `on_text`, which shares one."""
 
     cpu_limit_s: float = CPU_LIMIT_S
-    _child: _Child | None = field(default=None, init=False)
-    # One thread of its own: calls keep their order, and no other work waits behind a hostile text.
+    _child: _TextChild | None = field(default=None, init=False)
+    # Its own thread: calls keep their order, and no other work waits for a hostile text.
     _thread: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "text-process"))
 
-    async def call(self, function: Callable[..., Any], text: str, *arguments: object) -> Any:
-        """See `on_text`."""
-        if len(text) > MAX_TEXT_CHARS:
+    async def call(self, function: Callable[..., Any], text: object, *arguments: object) -> Any:
+        """Call a function as `on_text` does."""
+        if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
             raise TextTooCostlyError(f"it has {len(text)} characters, over {MAX_TEXT_CHARS}", "too_long")
-        call = (function.__module__, function.__name__, (text, *arguments), self.cpu_limit_s)
+        call = (function, (text, *arguments), self.cpu_limit_s)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, call)
 
     @property
@@ -112,13 +114,13 @@ class TextProcess:
             child.end()
 
     def _call(self, call: tuple[Any, ...]) -> Any:
-        name = call[1]
+        name = getattr(call[0], "__name__", "a condition")
         try:
             how, value = self._exchange(call) or self._exchange(call) or ("", None)
         except TimeoutError as error:
             self.close()
             raise TextReadingFailedError(f"{name}: no answer within {_WALL_LIMIT_S:g} s", "text_process") from error
-        except (TypeError, ValueError, OSError) as error:
+        except (TypeError, ValueError, AttributeError, OSError, pickle.PickleError) as error:
             self.close()
             raise TextReadingFailedError(f"{name}: {type(error).__name__}: {error}", "text_process") from error
         if not how:
@@ -128,11 +130,11 @@ class TextProcess:
         return value
 
     def _exchange(self, call: tuple[Any, ...]) -> tuple[str, object] | None:
-        """The answer; None when somebody else ended the process meanwhile."""
+        """Return kind and value of the answer; None if the process was ended from outside."""
         if self._child is None:
             self._child = self._started()
         try:
-            write_frame(self._child.stream, call)
+            write_call(self._child.stream, call)
             how, value = read_frame(self._child.stream)
             return how, value
         except (EOFError, ConnectionError):
@@ -144,8 +146,8 @@ class TextProcess:
             raise OSError(f"the text process ended with status {status}; its error output says why")
         raise TextTooCostlyError(self._why(status), "unreadable")
 
-    def _started(self) -> _Child:
-        child = _Child.start()
+    def _started(self) -> _TextChild:
+        child = _TextChild.start()
         try:
             read_frame(child.stream)
         except (EOFError, OSError) as error:
@@ -163,19 +165,33 @@ atexit.register(_shared.close)
 
 
 async def on_text(function: Callable[..., Any], text: str, *arguments: object) -> Any:
-    """`function(text, *arguments)` in the text process.
+    """Return `function(text, *arguments)`, computed in the text process.
 
     Args:
-        function: of a module that imports nothing but the standard library. It gets and gives what JSON holds; tuples
-            become lists.
+        function: from a module that imports only the standard library. It takes plain data and returns JSON values:
+            tuples become lists.
     Raises:
         TextTooCostlyError: over MAX_TEXT_CHARS or CPU_LIMIT_S, or the process crashed.
-        TextReadingFailedError: the function raised, or the process can't be had.
+        TextReadingFailedError: the function raised, or the process can't be started.
     """
     return await _shared.call(function, text, *arguments)
 
 
+async def holds(condition: Callable[[Any], object], values: object) -> bool:
+    """True if a condition holds for values from a sandbox (plain data); False if it raises or exceeds CPU_LIMIT_S.
+
+    Args:
+        condition: a function as for `on_text`, or a `partial` of one.
+    Raises:
+        TextReadingFailedError: the process can't be started.
+    """
+    try:
+        return bool(await _shared.call(is_held, condition, values))
+    except TextTooCostlyError:
+        return False
+
+
 def _environment() -> dict[str, str]:
-    """The child's environment: no secret of ours, and one hash seed, so that sets have the same order everywhere."""
+    """Return the child's environment: no secrets, and a fixed hash seed, so that sets always have the same order."""
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return needed | {"PYTHONPATH": str(_PACKAGE_ROOT), "PYTHONHASHSEED": "0"}

@@ -1,4 +1,4 @@
-"""An engine without a model: it samples what a script says. For tests and benchmarks of tasks, tools and loops.
+"""An engine without a model, whose completions a script gives. For tests and benchmarks of tasks, tools and loops.
 
 ScriptedEngine(tokenizer, lambda request_id, prompt_ids: "text of this turn")
 """
@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rayapp.core.errors import EngineError
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 
-Script = Callable[[str, Sequence[int]], str | Sequence[int]]
-"""From request id and prompt ids to the turn: text, which is tokenized and ended, or token ids, taken as they are."""
+Script = Callable[[RequestId, Sequence[int]], str | Sequence[int]]
+"""Function of request id and prompt ids that returns a turn: text (tokenized and ended) or token ids (unchanged)."""
 
 
 class ScriptedEngine:
-    """See `rayapp.core.protocols.RolloutEngine`.
+    """A `rayapp.core.protocols.RolloutEngine` with scripted completions.
 
     Args:
-        encode: text to token ids, without special tokens added.
-        decode: the other way.
-        script: what to say; an exception it raises is the engine's.
-        end_id: token that ends a turn, put after texts.
-        latency_s: of each call.
-        policy_version: of every completion.
+        encode: maps text to token ids, without adding special tokens.
+        decode: maps token ids to text.
+        script: returns each turn; an exception that it raises is raised by `generate`.
+        end_id: token that ends a turn, appended to texts.
+        latency_s: duration of each call.
+        policy_version: policy version of every completion.
         max_model_tokens: prompt and completion together; longer prompts are refused.
     """
 
@@ -48,12 +48,12 @@ class ScriptedEngine:
         self._latency_s = latency_s
         self._max_model_tokens = max_model_tokens
         self.policy_version = policy_version
-        self.requests: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        self.requests: list[tuple[RequestId, tuple[int, ...], SamplingParams]] = []
         """Every call so far, if `record` is set."""
         self.record = False
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """Say what the script says, cut to `sampling.max_tokens`; the token at place i has log-prob -0.5 - i / 1000."""
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """Return the script's turn, cut to `sampling.max_tokens`; the token at index i has log-prob -0.5 - i / 1000."""
         await asyncio.sleep(self._latency_s)
         if self.record:
             self.requests.append((request_id, tuple(prompt_ids), sampling))

@@ -1,10 +1,10 @@
-"""What each kind of plug-in promises, as checks that a package's own tests can call, and `rayapp plugins --check` does.
+"""Contract checks for each kind of plug-in, for a package's own tests and for `rayapp plugins --check`.
 
     from rayapp.testing.plugins import check_task
     def test_it_is_a_task(): check_task(MY_TASK)
 
-A check raises AssertionError with what is missing. None needs a GPU, a model or a network; tasks and tools that run
-code get real sandboxes of this machine.
+A failing check raises AssertionError with the reason. No check needs a GPU, a model or a network; tasks and tools that
+run code get real sandboxes of this machine.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.names.given import PREFIX, giving
-from rayapp.core.names.plugins import Kind, Plugin
+from rayapp.core.names import PREFIX, Kind, Plugin, giving
 from rayapp.core.types import Prompt, Reward
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.verdict import settled
 from rayapp.tools.base import ToolContext, ToolOutput
 from rayapp.tools.toolset import ToolSet
 
 
 def check_plugin(plugin: Plugin) -> None:
-    """Load it and run the checks of its kind.
+    """Load a plug-in and run the checks of its kind.
 
     Raises:
-        ConfigError: it can't be loaded.
-        AssertionError: it does not keep a promise; the message says which.
+        ConfigError: the plug-in can't be loaded.
+        AssertionError: the plug-in breaks its contract; the message says how.
     """
     _CHECKS[plugin.kind](plugin.load())
 
 
 def check_task(task: Any) -> None:
-    """`Task`: a name, a prompt, and a verdict on every text, which repeats for a seed. Whole when it is pickled."""
+    """Check a `Task`: it has a name and a prompt, scores every text, equally for equal seeds, and can be pickled."""
     task = task() if isinstance(task, type) or not hasattr(task, "score") else task
     assert isinstance(task.name, str), "a task has a name"
     assert task.name, "a task has a name"
@@ -66,13 +66,13 @@ def check_task(task: Any) -> None:
 
 
 def _check_verdict(reward: Any, where: str) -> None:
-    assert isinstance(reward, Reward), f"{where} gives a {type(reward).__name__} for a verdict, not a Reward"
-    assert math.isfinite(reward.value), f"{where} gives a reward of {reward.value}"
-    assert all(math.isfinite(value) for value in reward.terms.values()), f"{where} has terms that are no finite numbers"
+    found = settled(reward)
+    assert found.failure_kind != "reward_nonsense", f"{where} gives a reward that {found.detail}"
 
 
 def check_reward(function: Any) -> None:
-    """verl's signature: (data_source, solution_str, ground_truth, extra_info), a number or a dict with `score`."""
+    """Check a reward function of verl's signature: (data_source, solution_str, ground_truth, extra_info) -> a number or
+    a dict with `score`."""
     assert callable(function), f"a reward is a function, not {type(function).__name__}"
     path = f"{PREFIX}the plug-in"
 
@@ -88,7 +88,7 @@ def check_reward(function: Any) -> None:
 
 
 def check_tool(kind: Any) -> None:
-    """A class of `Tool`: made from (config, schema, context), with a schema; `create` and `release` belong together."""
+    """Check a `Tool` class: constructed from (config, schema, context), with a schema, `create` and `release`."""
 
     async def play() -> None:
         async with open_pool(SandboxConfig(min_ready=0), "check-tool") as (sandboxes, _):
@@ -120,7 +120,7 @@ async def _call(tool: Any) -> None:
 
 
 def check_tracker(make: Any) -> None:
-    """(config, folder, first_step) -> a tracker, which takes steps in order and can be closed, twice too."""
+    """Check a tracker factory (config, folder, first_step): its tracker logs steps in order and can be closed twice."""
     with tempfile.TemporaryDirectory() as folder:
         tracker = make(Config(), Path(folder), 1)
         for step in (1, 2):
@@ -130,7 +130,7 @@ def check_tracker(make: Any) -> None:
 
 
 def check_loss(function: Any) -> None:
-    """verl's signature of a policy loss: it gives a loss that has a gradient, and metrics."""
+    """Check a policy loss of verl's signature: it returns a finite loss with a gradient, and metrics."""
     import torch
 
     assert callable(function), f"it is a function, not a {type(function).__name__}"
@@ -158,7 +158,7 @@ def check_loss(function: Any) -> None:
 
 
 def check_estimator(function: Any) -> None:
-    """verl's signature of an estimator: advantages of every token, 0 where none was sampled."""
+    """Check an estimator of verl's signature: it returns finite advantages for all tokens, 0 for unsampled ones."""
     import torch
 
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -172,13 +172,13 @@ def check_estimator(function: Any) -> None:
 
 
 def check_agent(make: Any) -> None:
-    """Called with the process's tool agent, it gives an object with a coroutine method `run`."""
+    """Check an agent factory: a function of the process's tool agent that returns an object with an async `run`."""
     assert callable(make), f"an agent is a function of the tool agent, not a {type(make).__name__}"
     assert len(inspect.signature(make).parameters) >= 1, "an agent is made from the process's AgentLoop"
 
 
 def check_provider(make: Any) -> None:
-    """Called with the section's options, it gives a provider. What its sandboxes promise: `sandbox_contract`."""
+    """Check a provider factory: a function of the section's options. `sandbox_contract` checks its sandboxes."""
     provider = make({})
     for name in ("create", "attach", "list", "kill", "close"):
         assert callable(getattr(provider, name, None)), f"a sandbox provider has a method {name}"

@@ -2,13 +2,17 @@
 
     create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
 
-A tool object serves many trajectories at once; what belongs to one trajectory lives in its state. To add a tool, write
-one file with one class (see docs/tools.md).
+A tool object serves many trajectories at once; data of one trajectory belongs in its state. To add a tool, write one
+file with one class (see docs/tools.md).
+
+A `ToolCallParser` finds the tool calls in the policy's text: vLLM's, behind `rayapp.engine.vllm_tool_parser`; tests
+without vLLM read the hermes form with `support.hermes`. A parser never raises for a text of the policy: an unreadable
+call is a `RawCall` with its `problem`.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +25,7 @@ from rayapp.core.types import ExecRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """Name, description and arguments of a tool, as the policy is told them.
+    """Name, description and arguments of a tool, as the policy reads them.
 
     Example: `ToolSchema(name="add", description="Adds two numbers.", parameters={"type": "object", "properties":
     {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]})`.
@@ -37,7 +41,7 @@ class ToolSchema:
         """Read OpenAI's form, `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}`.
 
         Raises:
-            ConfigError: it has no such form.
+            ConfigError: the schema has another form.
         """
         function = schema.get("function")
         if schema.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
@@ -46,7 +50,7 @@ class ToolSchema:
         return cls(name=str(function["name"]), description=str(function.get("description", "")), parameters=parameters)
 
     def as_openai(self) -> dict[str, Any]:
-        """The form that chat templates and tool parsers read."""
+        """Return the schema in the form that chat templates and tool parsers read."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -56,34 +60,23 @@ class ToolOutput:
     """The result of one call."""
 
     text: str
-    """What the policy reads; the loop cuts it to length."""
+    """Text for the policy; the agent loop cuts it to length."""
     reward: float | None = None
     """The tool's own verdict on this call, recorded as an intermediate reward."""
     waited_s: float = 0.0
-    """Seconds before the call could start (rate limit, free sandbox): not the tool's own time."""
+    """Seconds before the call could start (rate limit, free sandbox); not part of the tool's own time."""
     execs: tuple[ExecRecord, ...] = ()
-    """What ran in sandboxes for it, for the trace of the rollout."""
+    """Executions in sandboxes during the call, for the rollout's trace."""
     answer: str | None = None
-    """The trajectory's answer, from a tool with `ends_episode`: it is scored in place of what the policy said last."""
-
-
-def finite(value: float) -> float:
-    """A reward as a float.
-
-    Raises:
-        TypeError, ValueError, OverflowError: it is none that can be trained on.
-    """
-    if not math.isfinite(value):
-        raise ValueError(f"a reward of {value}")
-    return float(value)
+    """The trajectory's answer, from a tool with `ends_episode`: it is scored in place of the policy's last turn."""
 
 
 class ToolFailedError(Exception):
-    """A call failed in a way that the policy should read: it becomes the tool's result, and the trajectory goes on.
+    """Failure of a call that the policy should read: it becomes the tool's result, and the trajectory continues.
 
     Args:
-        text: what the policy reads.
-        kind: counted in the metrics, e.g. failed, timeout.
+        text: text for the policy.
+        kind: name in the metrics, e.g. failed, timeout.
     """
 
     def __init__(self, text: str, kind: str = "failed") -> None:
@@ -109,8 +102,8 @@ class Tool(Protocol):
 
     Raises, from create, execute and reward:
         ToolFailedError: the policy reads the message.
-        RayappError: the trajectory fails, and says nothing about the policy.
-        Anything else counts as a crash of the tool; the policy reads that it failed.
+        RayappError: the trajectory fails, without a verdict on the policy.
+        Any other exception counts as a crash of the tool; the policy reads that the call failed.
     """
 
     @property
@@ -118,11 +111,11 @@ class Tool(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of one call; the loop keeps it, whatever the tool does."""
+        """Deadline of one call in seconds, enforced by the agent loop."""
         ...
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """State of one trajectory. Cheap: what costs something starts with the first `execute`.
+        """Return the state of one trajectory. This must be cheap: expensive work starts with the first `execute`.
 
         Args:
             kwargs: `extra_info.tools_kwargs.<name>.create_kwargs` of the data row.
@@ -136,11 +129,11 @@ class Tool(Protocol):
         ...
 
     async def reward(self, state: Any) -> float | None:
-        """The tool's verdict on the whole trajectory; None when it has none."""
+        """Return the tool's verdict on the whole trajectory; None if it has none."""
         ...
 
     async def release(self, state: Any) -> None:
-        """Give back what the state holds. Called once, whatever happened before."""
+        """Release the resources of the state. Called exactly once, also after failures."""
         ...
 
 
@@ -150,13 +143,13 @@ class ToolBase:
     Args:
         config: the `config` section of the tool's entry; `timeout` is the deadline of one call in seconds.
         schema: the entry's `tool_schema`; None keeps the class's own.
-        context: what the process offers to tools.
+        context: services of the process.
     """
 
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
-    """True for a tool whose output may name the answer, which ends the trajectory. It runs in the last turn, too."""
+    """True for a tool whose output may contain the answer, which ends the trajectory. It also runs in the last turn."""
 
     def __init__(
         self,
@@ -182,3 +175,65 @@ class ToolBase:
 
     async def release(self, state: Any) -> None:
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawCall:
+    """A call as the policy wrote it, not yet checked against a schema."""
+
+    name: str = ""
+    arguments: str = "{}"
+    """JSON text."""
+    problem: str = ""
+    """Reason why the call is unreadable; empty if it is readable."""
+
+
+class ToolCallParser(Protocol):
+    """Finds tool calls in a turn's text."""
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        """Return every call in one turn's text, in order. The text includes the model's special tokens."""
+        ...
+
+    def words(self, text: str) -> str:
+        """Return the text outside the calls, for a text that has calls."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCall:
+    """One call as a model's chat template writes it, to test whether a parser finds it."""
+
+    texts: tuple[str, ...]
+    """Assistant texts that make the call, in the forms of different templates; the model uses one of them."""
+    name: str
+    arguments: dict[str, object]
+
+    def is_found_by(self, parser: ToolCallParser) -> bool:
+        return any(self._is_read(parser.parse(after_thoughts(text))) for text in self.texts)
+
+    def _is_read(self, calls: tuple[RawCall, ...]) -> bool:
+        if len(calls) != 1 or calls[0].problem or calls[0].name != self.name:
+            return False
+        try:
+            return bool(json.loads(calls[0].arguments) == self.arguments)
+        except ValueError:
+            return False
+
+
+MAX_CALLS = 64
+"""Most calls that are read in one turn. A call needs only a few tokens, but costs a parse, a record and a result."""
+
+
+def thoughts_of(text: str) -> str:
+    """Return the turn's thoughts: the text up to the last `</think>`, without the marks."""
+    thoughts, end, _ = text.rpartition("</think>")
+    if not end:
+        return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
+    return thoughts.strip().removeprefix("<think>").strip()
+
+
+def after_thoughts(text: str) -> str:
+    """Return the part of a turn after the last `</think>`: only calls in it count, not those quoted in the thoughts."""
+    _, end, rest = text.rpartition("</think>")
+    return "" if not end and text.lstrip().startswith("<think>") else rest

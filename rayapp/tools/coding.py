@@ -1,7 +1,15 @@
-"""Tools of an agent that writes code: `bash`, `edit`, `run_tests` and `submit`, all in the trajectory's workspace.
+"""Tools of an agent that writes code, all in the trajectory's workspace. Made by `loading.py`.
 
-`python` has a module of its own. Coding tasks bring them; other runs name them in their tool file. Made by
-`loading.py`.
+| tool | effect |
+|---|---|
+| `python` | runs Python; names persist between the calls of a trajectory |
+| `bash` | runs a command line |
+| `edit` | writes a file, or replaces a text in it |
+| `run_tests` | runs the task's public tests on a file |
+| `submit` | hands in the answer, or the whole workspace |
+
+With `stateful: false` each call of `python` gets its own sandbox, without the workspace's files. Coding tasks bring
+these tools; other runs name them in their tool file.
 """
 
 from __future__ import annotations
@@ -13,21 +21,81 @@ from typing import Any
 
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import Sandbox
-from rayapp.core.types import ExecResult, PublicVerdict
+from rayapp.core.types import ExecResult, PublicVerdict, StopCause
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
-from rayapp.tools.python import result_text
-from rayapp.tools.workspace import MAX_FILE_BYTES, Workspace, WorkspaceTool, read_text
+from rayapp.tools.config import parse
+from rayapp.tools.workspace import MAX_FILE_BYTES, Workspace, WorkspaceConfig, WorkspaceTool, open_workspace, read_text
+
+
+class PythonToolConfig(WorkspaceConfig):
+    """`config` of the Python tool's entry."""
+
+    stateful: bool = True
+    """If False, every call gets its own sandbox: no state is kept, and fewer sandboxes serve more trajectories."""
+
+
+class PythonTool(WorkspaceTool):
+    """`python`: runs Python in the workspace."""
+
+    Config = PythonToolConfig
+    own: PythonToolConfig
+    schema = ToolSchema(
+        name="python",
+        description="Runs Python code and returns what it prints. Names stay defined from one call to the next.",
+        parameters={
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "Python source; print what you want to see"}},
+            "required": ["code"],
+        },
+    )
+
+    @classmethod
+    def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
+        return parse(config, cls.Config, where=where).stateful
+
+    async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
+        code = str(arguments["code"])
+        if self.own.stateful:
+            return await self._run(state, code)
+        workspace = open_workspace([self])
+        try:
+            return await self._run(workspace, code)
+        finally:
+            await workspace.close()
+
+    async def _run(self, workspace: Workspace, code: str) -> ToolOutput:
+        async def run(sandbox: Sandbox) -> ExecResult:
+            return await sandbox.run_code(code, timeout_s=self.own.timeout, stateful=self.own.stateful)
+
+        used = await workspace.use(run)
+        text = result_text(used.value, stateful=self.own.stateful)
+        return ToolOutput(text=text, waited_s=used.waited_s, execs=(used.ran,))
+
+
+def result_text(result: ExecResult, *, stateful: bool = False) -> str:
+    """Return an execution as text for the policy: its output as in a terminal, and the reason if it was stopped."""
+    parts = [result.stdout, result.stderr]
+    if result.error and result.error not in result.stderr:
+        parts.append(result.error)
+    if result.stopped_for is not None:
+        what = f"after {result.duration_s:.1f} s" if result.stopped_for is StopCause.TIMEOUT else "for its use of it"
+        lost = "; all names are lost" if stateful else ""
+        parts.append(f"[the code was stopped: {result.stopped_for.value}, {what}{lost}]")
+    elif result.truncated:
+        parts.append("[output cut]")
+    return "\n".join(part.rstrip("\n") for part in parts if part.strip())
+
 
 Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
-"""A task's public tests: of what an answer's text holds, run in this sandbox."""
+"""Runs a task's public tests on an answer's text in a sandbox."""
 _NO_SUCH_PROGRAM = 127
 _SHELL = ("env", "PYTHONDONTWRITEBYTECODE=1", "bash", "-c")
-"""Without cached bytecode: it is told from its source by size and second, and an agent's edits are quicker."""
+"""Bytecode is not cached: Python detects a changed source by size and whole seconds, and an agent edits faster."""
 _PATH = {"type": "string", "description": "Path of a file, relative to your workspace"}
 
 
 class BashTool(WorkspaceTool):
-    """`bash`: a command line in the workspace. Files stay from call to call; variables and the folder don't."""
+    """`bash`: runs a command line in the workspace. Files persist between calls; variables and the folder don't."""
 
     schema = ToolSchema(
         name="bash",
@@ -55,7 +123,7 @@ class BashTool(WorkspaceTool):
 
 
 def _check_shell(probe: ExecResult) -> None:
-    """Raises SandboxConfigError: no command line can run here, whatever it says."""
+    """Raises SandboxConfigError: no command line can run in this sandbox."""
     if probe.isolation.startswith("ll"):
         why = "level ll lets no program start another"
     elif probe.exit_code == _NO_SUCH_PROGRAM:
@@ -76,7 +144,7 @@ def _shell_text(result: ExecResult) -> str:
 
 
 class EditTool(WorkspaceTool):
-    """`edit`: writes a file whole, or replaces a text that is in it once."""
+    """`edit`: writes a whole file, or replaces a text that occurs in it exactly once."""
 
     schema = ToolSchema(
         name="edit",
@@ -125,7 +193,7 @@ async def _write(sandbox: Sandbox, path: str, text: str) -> None:
     except OSError as error:
         if isinstance(error, SandboxError):
             raise
-        # The error's own text names the sandbox, which differs from run to run: the policy must not read that.
+        # The error's own text contains the sandbox's id, which differs from run to run and must not reach the policy.
         raise ToolFailedError(f"{path} can't be written there, or the disk is full") from None
 
 
@@ -142,10 +210,10 @@ class _Tested:
 
 
 class RunTestsTool(WorkspaceTool):
-    """`run_tests`: the task's public tests on a file of the workspace.
+    """`run_tests`: runs the task's public tests on a file of the workspace.
 
-    A call's reward is the progress: by how much the share of tests passed beats the trajectory's best so far. All calls
-    together are worth the best share.
+    A call's reward is its progress: the increase of the pass rate over the trajectory's best so far. The rewards of all
+    calls add up to the best pass rate.
     """
 
     schema = ToolSchema(
@@ -173,7 +241,7 @@ class RunTestsTool(WorkspaceTool):
 
 
 class SubmitTool(WorkspaceTool):
-    """`submit`: names the answer, which ends the trajectory."""
+    """`submit`: hands in the answer, which ends the trajectory."""
 
     ends_episode = True
     schema = ToolSchema(
@@ -211,7 +279,7 @@ class _Work:
 
 
 class SubmitWorkTool(WorkspaceTool):
-    """`submit` of a task whose answer is the workspace itself, as the task collects it."""
+    """`submit` for tasks whose answer is the workspace itself, as the task collects it."""
 
     ends_episode = True
     schema = ToolSchema(name="submit", description="Hands in your workspace as it is and ends your work.")
@@ -230,7 +298,7 @@ class SubmitWorkTool(WorkspaceTool):
 
 
 def fenced(code: str) -> str:
-    """A file's content as an answer: one code block, whatever fences are in it."""
+    """Return a file's content as one code block; its fence is longer than any fence in the content."""
     longest = max((len(marks) for marks in re.findall("`+|~+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}python\n{code.rstrip()}\n{fence}\n"

@@ -1,4 +1,4 @@
-"""Tool configuration files: verl's own format, read as it is. Data only; `loading.py` makes tools of it.
+"""Reads tool configuration files in verl's format, as data; `loading.py` makes the tools.
 
     tools:
       - class_name: verl.tools.mcp_search_tool.MCPSearchTool     # or rayapp.tools.…, or a file: my_tools/dice.py:Dice
@@ -30,7 +30,7 @@ class _Frozen(BaseModel):
 
 
 class McpSection(_Frozen):
-    """Which MCP servers, and which of their tools."""
+    """The MCP servers, and the selected tools."""
 
     mcp_servers_config_path: str
     """File with `mcpServers`; a relative path is looked up beside the tool file, then in the working directory."""
@@ -52,15 +52,15 @@ class McpToolConfig(_Frozen):
 
     type: Literal["mcp"] = "mcp"
     rate_limit: float = Field(120.0, gt=0)
-    """Calls per second that a worker sends, and how many may start at once after a pause."""
+    """Most calls per second of a worker; also the number of calls that may start at once after a pause."""
     timeout: float = Field(30.0, gt=0)
-    """Deadline of one call in seconds, from the moment it is sent."""
+    """Deadline of one call in seconds, counted from sending."""
     max_wait: float = Field(300.0, gt=0)
     """Longest wait for the rate limit in seconds."""
     reconnect_timeout: float = Field(30.0, gt=0)
-    """How long a lost server is tried again, with growing pauses, in seconds; then trajectories that need it fail."""
+    """Seconds of reconnection attempts, with growing pauses, to a lost server; then trajectories that need it fail."""
     session: Literal["worker", "trajectory"] = "worker"
-    """`worker`: one session for all trajectories of a worker. `trajectory`: one each, for tools that keep state."""
+    """`worker`: one session for all trajectories of a worker. `trajectory`: one session each, for stateful tools."""
 
 
 class McpServer(_Frozen):
@@ -71,15 +71,15 @@ class McpServer(_Frozen):
     api_key: str = ""
     """Sent in `api_key_header`. Write ${VARIABLE} to take it from the environment."""
     api_key_env: str = ""
-    """Environment variable that holds the key, as another way to say it."""
+    """Environment variable that holds the key; an alternative to `api_key`."""
     api_key_header: str = "E2B-API-KEY"
     auth_token: str = ""
     """Sent as `Authorization: Bearer …`; ${VARIABLE} as above."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent as they are; ${VARIABLE} as above."""
+    """Further headers; ${VARIABLE} as above."""
 
     def all_headers(self, environ: Mapping[str, str], *, where: str) -> dict[str, str]:
-        """Every header that a request carries.
+        """Return all headers of a request.
 
         Raises:
             ConfigError: a variable is not set.
@@ -94,10 +94,10 @@ class McpServer(_Frozen):
 
 
 def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
-    """A text with ${VARIABLE} replaced.
+    """Return a text with each ${VARIABLE} replaced by its value.
 
     Raises:
-        ConfigError: one is not set, or is empty.
+        ConfigError: a variable is not set, or is empty.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -110,10 +110,10 @@ def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
 
 
 def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
-    """The entries of a tool file.
+    """Return the entries of a tool file.
 
     Raises:
-        ConfigError: it can't be read, or holds something else.
+        ConfigError: the file can't be read, or has another form.
     """
     path = Path(path)
     data = _load(path, "tool file")
@@ -124,12 +124,12 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
 
 
 def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
-    """The servers by name.
+    """Return the servers by name.
 
     Args:
         beside: the tool file's folder.
     Raises:
-        ConfigError: as above.
+        ConfigError: the file can't be read, or has another form.
     """
     own = Path(section.mcp_servers_config_path)
     path = beside / own if (beside / own).exists() else own
@@ -141,10 +141,10 @@ def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
 
 
 def parse(data: object, section: type[Section], *, where: str) -> Section:
-    """A section of a file as its model.
+    """Return a section of a file as its pydantic model.
 
     Raises:
-        ConfigError: it says which key, and what it must be.
+        ConfigError: a key is wrong; the message names the key and the permitted values.
     """
     try:
         return section.model_validate(data)
@@ -154,7 +154,7 @@ def parse(data: object, section: type[Section], *, where: str) -> Section:
 
 def _load(path: Path, what: str) -> Any:
     try:
-        # YAML also for .json: it is a superset, and the documents in use carry comments.
+        # YAML also for .json: YAML is a superset of JSON, and the files in use contain comments.
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} can't be read: {getattr(error, 'strerror', None) or error}") from error

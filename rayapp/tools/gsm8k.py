@@ -1,7 +1,7 @@
-"""`calc_gsm8k_reward`: the policy asks whether an answer to its GSM8K problem is right. Made by `loading.py`.
+"""`calc_gsm8k_reward`: tells the policy whether an answer to its GSM8K problem is right. Made by `loading.py`.
 
-The rule is verl's Gsm8kTool's: the answer is the last number of what it gets; a call that does not beat the best one of
-the trajectory so far costs a little, so that guessing on does not pay.
+The rule is that of verl's Gsm8kTool: the answer is the last number in the argument. A call that does not score higher
+than the trajectory's best call so far has a small negative reward, so that repeated guesses do not pay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _State:
 
 
 class Gsm8kTool(ToolBase):
-    """See the module. State: the row's ground truth and the best verdict so far."""
+    """`calc_gsm8k_reward`. Its state is the row's ground truth and the best score so far."""
 
     schema = ToolSchema(
         name="calc_gsm8k_reward",
@@ -58,11 +58,11 @@ class Gsm8kTool(ToolBase):
 
 
 def last_number(text: str) -> str:
-    """The last number in a text as it is written; empty if there is none."""
+    """Return the last number in a text as it is written; empty if there is none."""
     found = [number for number in _NUMBER.findall(text) if number not in ("", ".")]
     return found[-1] if found else ""
 
 
 def score_answer(answer: str, ground_truth: str) -> float:
-    """1.0 if the answer's last number is written as the ground truth is, else 0.0 (verl's `flexible` method)."""
+    """Return 1.0 if the answer's last number is written like the ground truth, else 0.0 (verl's `flexible` method)."""
     return float(last_number(answer) == ground_truth and bool(ground_truth))

@@ -1,7 +1,7 @@
-"""Makes a `ToolSet` of a tool file. Called by rollout workers and by tests; each worker opens its own.
+"""Makes a `ToolSet` from a tool file. Called by rollout workers and by tests; each worker opens its own.
 
-verl's class names stand for ours. Any other class is named by import path, or by the file it is in: `dice.py:Dice`.
-Such a file runs in this process: it is the user's own.
+verl's class names are mapped to the classes of this package. Any other class is given by import path or by file:
+`dice.py:Dice`. Such a file is the user's own, is trusted, and runs in this process.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from types import ModuleType
 from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
-from rayapp.core.names.near import did_you_mean
-from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
-from rayapp.sandbox.pool.bucket import TokenBucket
+from rayapp.core.http import TokenBucket
+from rayapp.core.names import did_you_mean, is_plugin, load_plugin, plugin_names
 from rayapp.tools.base import Tool, ToolContext, ToolSchema
 from rayapp.tools.config import McpServer, McpToolConfig, ToolEntry, parse, read_mcp_servers, read_tool_file
-from rayapp.tools.mcp_link import McpLink
-from rayapp.tools.mcp_tool import McpTool
+from rayapp.tools.mcp_tool import McpLink, McpTool
 from rayapp.tools.toolset import ToolSet
 
 _MCP = "rayapp.tools.mcp_tool.McpTool"
 SHIPPED = {
     "bash": "rayapp.tools.coding.BashTool",
     "edit": "rayapp.tools.coding.EditTool",
-    "python": "rayapp.tools.python.PythonTool",
+    "python": "rayapp.tools.coding.PythonTool",
     "run_tests": "rayapp.tools.coding.RunTestsTool",
     "submit": "rayapp.tools.coding.SubmitTool",
     "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
-"""Short name -> class, for tool files and for tasks that bring tools."""
+"""Classes by short name, for tool files and for tasks that bring tools."""
 KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
     "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
 }
-"""Short names, and verl's class names -> what they mean here."""
+"""Classes of this package by short name and by verl's class name."""
 
 
 async def open_tools(
@@ -51,14 +49,14 @@ async def open_tools(
     brought: Sequence[str] = (),
     made: Sequence[Tool] = (),
 ) -> ToolSet:
-    """The tools of a tool file, connected, and those that a task brings.
+    """Return the tools of a tool file, connected, and the tools that a task brings.
 
     Args:
-        path: empty is no file.
-        brought: shipped names or classes, without a config; the file's tools of the same names come in their place.
-        made: tools that are there already.
+        path: tool file; empty if there is none.
+        brought: short names or classes, without a config; the file's tools of the same names replace them.
+        made: existing tools.
     Raises:
-        ConfigError: the file is wrong, there is no such tool, or an MCP server can't be used.
+        ConfigError: the file is wrong, a tool does not exist, or an MCP server can't be used.
     """
     context = context or ToolContext()
     tools = list(made)
@@ -144,13 +142,13 @@ def _connector(name: str, server: McpServer, config: McpToolConfig, context: Too
 
 
 def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
-    """The class of a native tool.
+    """Return the class of a native tool.
 
     Args:
         name: a short name, an import path, or `file.py:Class`.
-        folder: that files are looked up in first.
+        folder: where files are looked up first.
     Raises:
-        ConfigError: there is none.
+        ConfigError: the class does not exist.
     """
     name = KNOWN.get(name, name)
     if name.isidentifier() and is_plugin("tools", name):
@@ -180,7 +178,7 @@ def _hint(name: str) -> str:
 def _run_file(path: Path, where: str) -> ModuleType:
     module = ModuleType(f"rayapp_tool_{path.stem}")
     module.__file__ = str(path)
-    # Dataclasses look their module up while it runs.
+    # Dataclasses look up their module in sys.modules while it runs.
     sys.modules[module.__name__] = module
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)

@@ -1,33 +1,227 @@
 """Tools of an MCP server as tools of the policy. Made by `loading.py` from an entry with `type: mcp`.
 
-All tools of a server share its rate limit and, by default, one session per worker. A server that runs code answers with
-structure (stdout, stderr, error); the policy reads it as a terminal would show it.
+    McpTool -> McpLink: reopens a lost session -> PatientTransport: repeats requests answered with 429 or 503 -> server
+
+All tools of a server share its rate limit and, by default, one session per worker. Calls of a session run concurrently;
+callers that find it lost share one attempt to open another. A busy server is waited for in the HTTP transport, because
+the MCP SDK reports all refusals alike. A server that runs code returns structured output (stdout, stderr, error); the
+policy reads it as in a terminal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from rayapp.core.errors import ToolUnavailableError
+import httpx2
+
+from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
+from rayapp.core.http import TokenBucket
 from rayapp.core.types import ExecOutcome, ExecRecord
-from rayapp.sandbox.pool.bucket import TokenBucket
-from rayapp.sandbox.providers.mcp_session import RpcError
+from rayapp.sandbox.providers.errors import retry_after_s
+from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
-from rayapp.tools.mcp_link import McpLink
+
+_BUSY = (429, 503)
+_FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S = 0.5, 30.0
+
+
+class PatientTransport(httpx2.AsyncBaseTransport):
+    """Repeats requests that are answered with 429 or 503: the server has not executed them.
+
+    Args:
+        inner: transport that sends the requests.
+        max_wait_s: longest total wait for one request; then the refusal is returned.
+        sleep: replaceable in tests.
+    """
+
+    def __init__(
+        self,
+        inner: httpx2.AsyncBaseTransport,
+        *,
+        max_wait_s: float = 60.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._inner = inner
+        self._max_wait_s = max_wait_s
+        self._sleep = sleep
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        left_s, pause_s = self._max_wait_s, _FIRST_RETRY_PAUSE_S
+        while True:
+            response = await self._inner.handle_async_request(request)
+            wait_s = _pause_s(response, pause_s)
+            if response.status_code not in _BUSY or wait_s > left_s:
+                return response
+            await response.aclose()
+            await self._sleep(wait_s)
+            left_s -= wait_s
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_PAUSE_S)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _pause_s(response: httpx2.Response, default_s: float) -> float:
+    asked_s = retry_after_s(response.headers.get("retry-after"))
+    return default_s if asked_s is None else min(max(asked_s, 0.05), _LONGEST_RETRY_PAUSE_S)
+
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class McpLink:
+    """A connection to an MCP server that opens a new session when the current one is lost."""
+
+    name: str
+    """Name of the server, for messages."""
+    url: str
+    """Endpoint of the server."""
+    headers: Mapping[str, str]
+    """Headers of every request, including the key."""
+    _: KW_ONLY
+    reconnect_timeout_s: float
+    """Seconds of attempts to reach a lost server before calls fail."""
+    keeps_state: bool = False
+    """Calls depend on earlier calls of their session. After the first answer a lost session is not replaced: its names
+    would be gone, and the policy would be trained on errors about undefined names that it had defined."""
+    _has_state: bool = False
+    _session: McpSession | None = None
+    _opening: asyncio.Task[McpSession] | None = None
+    _is_closed: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"MCP server {self.name!r} at {self.url}"
+
+    async def list_tools(self) -> list[Any]:
+        """Return the server's tools. The connection is tried once, so that a wrong address is reported immediately.
+
+        Raises:
+            ConfigError: the server can't be reached, refuses the key, or does not speak MCP.
+        """
+        try:
+            if self._session is None or not self._session.is_open:
+                self._session = await self._connect()
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                return await self._session.list_tools()
+        except Exception as error:  # boundary: the SDK raises groups of many things
+            raise ConfigError(
+                f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp mcp serve`), or mend its "
+                "url and key in the file that mcp_servers_config_path names"
+            ) from error
+
+    async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Return the server's answer. A call whose session is lost is sent once more, so it may run twice.
+
+        If sessions keep state, it is sent again only before the first answer.
+
+        Raises:
+            TimeoutError: no answer in time, but the server is alive.
+            ToolUnavailableError: the server, or the session's state, is lost.
+            RpcError: the server answered with a protocol error.
+        """
+        for attempt in range(2):
+            session = await self._open_session()
+            try:
+                answer = await session.call(tool, arguments, timeout_s=timeout_s)
+                self._has_state = self.keeps_state
+                return answer
+            except TimeoutError:
+                self._has_state = self.keeps_state
+                if not await session.ping(timeout_s=_PING_TIMEOUT_S):
+                    self._drop(session)
+                    raise ToolUnavailableError(f"{self.where} does not answer any more") from None
+                raise
+            except Exception as error:  # boundary: as above; without an answer the session is lost
+                if isinstance(error, RpcError) and not error.is_lost:
+                    self._has_state = self.keeps_state
+                    raise
+                self._drop(session)
+                if attempt:
+                    raise ToolUnavailableError(f"{self.where} is lost: {_describe(error)}") from error
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """End the session. Idempotent."""
+        self._is_closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening}, timeout=5.0)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _drop(self, session: McpSession) -> None:
+        session.end()
+        if self._session is session:
+            self._session = None
+
+    async def _open_session(self) -> McpSession:
+        if self._is_closed:
+            raise ToolUnavailableError(f"{self.where}: this link is closed")
+        if self._session is not None and self._session.is_open:
+            return self._session
+        if self._has_state:
+            raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self.url}")
+        # Shielded from this caller's cancellation: other callers also wait for this attempt.
+        return await asyncio.shield(self._opening)
+
+    async def _reopen(self) -> McpSession:
+        ends_at = time.monotonic() + self.reconnect_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                self._session = await self._connect()
+            except Exception as error:  # boundary: as above
+                if time.monotonic() + pause_s >= ends_at:
+                    raise ToolUnavailableError(
+                        f"{self.where} could not be reached for {self.reconnect_timeout_s:g} s: {_describe(error)}"
+                    ) from error
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            else:
+                log.warning("%s: connected anew", self.where)
+                return self._session
+
+    async def _connect(self) -> McpSession:
+        session = McpSession(self.url, self.headers, wrap=PatientTransport)
+        try:
+            await session.open(timeout_s=_CONNECT_TIMEOUT_S)
+        except Exception as error:  # boundary: as above
+            if session.status >= 400:
+                # For a refused key the SDK only reports that there was an error.
+                raise ConnectionError(f"it answered with HTTP {session.status}") from error
+            raise
+        return session
+
+
+def _describe(error: BaseException) -> str:
+    cause = first_error(error)
+    if isinstance(cause, TimeoutError) and not str(cause):
+        return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
+    return f"{type(cause).__name__}: {cause}"[:400]
+
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
-"""Error codes of sandbox servers that say nothing about the policy: key refused, no sandbox, sandbox failed."""
+"""Error codes of sandbox servers for infrastructure failures: key refused, no sandbox, sandbox failed."""
 _CODE_TIMEOUT = -32005
 _MARGIN_S = 20.0
-"""Seconds of the loop's deadline beyond the tool's own ones: it only catches a tool that hangs."""
+"""Seconds by which the loop's deadline exceeds the tool's own deadlines: it only catches a tool that hangs."""
 
 
 class McpTool:
-    """See `rayapp.tools.base.Tool`.
+    """One tool of an MCP server. See `rayapp.tools.base.Tool`.
 
     Args:
         info: the server's description of the tool.
@@ -50,7 +244,7 @@ class McpTool:
         self.timeout_s = config.timeout + config.max_wait + 2 * config.reconnect_timeout + _MARGIN_S
 
     async def create(self, kwargs: Mapping[str, Any]) -> McpLink:
-        """The link that this trajectory's calls go through; opened by the first call."""
+        """Return the link for this trajectory's calls; the first call opens it."""
         return self._connect() if self._config.session == "trajectory" else self._shared
 
     async def execute(self, state: McpLink, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -96,7 +290,7 @@ class McpTool:
 
 
 def answer_text(answer: Any) -> str:
-    """An MCP answer as text for the policy."""
+    """Return an MCP answer as text for the policy."""
     content = answer.structured_content
     if isinstance(content, dict) and isinstance(content.get("logs"), dict):
         return _code_text(content)
@@ -106,7 +300,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """The execution that a server which runs code reports; empty for any other server."""
+    """Return the execution reported by a server that runs code; empty for any other server."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()
@@ -139,7 +333,7 @@ def _command_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without the titles that generators add: they cost the policy tokens and tell it nothing."""
+    """Return the schema without titles, which generators add: they cost tokens and carry no information."""
     found = {key: value for key, value in schema.items() if key != "title"}
     properties = found.get("properties")
     if isinstance(properties, Mapping):

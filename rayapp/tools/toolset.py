@@ -1,25 +1,152 @@
-"""The tools of one process, and what each trajectory holds of them. Called by the agent loop and the rollout worker.
+"""The tools of one process, their states by trajectory, and the checks of a call's arguments.
 
 ToolSet(tools) --trajectory(start)--> ToolStates --state(name)--> Tool.execute
                                           |--one Workspace for the tools that work in it
-                                          '--close: every state is released, whatever happened
+                                          '--close: every state is released, also after failures
+
+Called by the agent loop and the rollout worker. The JSON text of a call's arguments and its values are hostile, and the
+event loop waits while they are read and checked: each step takes linear time in a text of limited size, or has a
+deadline. The policy reads why its arguments are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, Self
 
-from jsonschema.exceptions import SchemaError
+import regex
+from jsonschema import Draft202012Validator, validators
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from referencing.jsonschema import EMPTY_REGISTRY
 
+from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
+from rayapp.core.trajectories import storable
 from rayapp.core.types import SandboxSpec
-from rayapp.tools.arguments import ArgumentChecker
-from rayapp.tools.base import Tool, ToolFailedError, ToolSchema, finite
+from rayapp.tools.base import Tool, ToolFailedError, ToolSchema
 from rayapp.tools.workspace import Workspace, WorkspaceTool, open_workspace
+
+MAX_CHARS = 1 << 18
+MAX_VALUES = 5_000
+"""Most names and values in a call. jsonschema needs about 25 us for each and blocks the event loop: 0.13 s in all."""
+_MAX_DIGITS = 300
+"""Most digits of a number: more don't fit a float, which keywords such as multipleOf need."""
+_MAX_ERRORS = 16
+"""Most errors to collect before choosing the one that the policy reads."""
+_PATTERN_TIMEOUT_S = 0.1
+
+
+def read_arguments(text: str) -> dict[str, object]:
+    """Return the arguments in a JSON text; all values can be represented in JSON, UTF-8 and floats.
+
+    Raises:
+        ToolFailedError: of kind malformed for invalid JSON; bad_arguments for JSON that no tool accepts.
+    """
+    if len(text) > MAX_CHARS:
+        raise ToolFailedError(f"the arguments are longer than {MAX_CHARS} characters", "bad_arguments")
+    try:
+        arguments = json.loads(text or "{}", parse_constant=_constant, parse_int=_integer, parse_float=_number)
+        num_values = sum(1 for _ in _values(arguments))
+    except UnicodeEncodeError:
+        raise ToolFailedError("the arguments hold half of a surrogate pair, which is no text", "malformed") from None
+    except (ValueError, RecursionError) as error:
+        raise ToolFailedError(f"the arguments are not valid JSON: {error}", "malformed") from None
+    if not isinstance(arguments, dict):
+        raise ToolFailedError("the arguments must be a JSON object", "bad_arguments")
+    if num_values > MAX_VALUES:
+        raise ToolFailedError(f"the arguments hold more than {MAX_VALUES} values", "bad_arguments")
+    return arguments
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{digits[:20]} is too large")
+    return value
+
+
+def _values(value: object) -> Iterator[object]:
+    """Yield a value and all names and values inside it. Raises UnicodeEncodeError for a lone surrogate."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        yield one
+        if isinstance(one, str):
+            one.encode()
+        elif isinstance(one, dict):
+            pending += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            pending += one
+
+
+class ArgumentChecker:
+    """Checks arguments against a tool's schema.
+
+    Args:
+        schema: JSON schema of the arguments.
+    Raises:
+        SchemaError: it is not a JSON schema, or can't be checked safely.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        _Validator.check_schema(dict(schema))
+        if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
+            raise SchemaError("patternProperties can't be checked within a deadline: name the properties")
+        # An empty registry: the default one would fetch a `$ref` from the network.
+        self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
+
+    def problem(self, arguments: object) -> str:
+        """Return why these arguments don't fit; empty if they do."""
+        try:
+            error = best_match(islice(self._validator.iter_errors(arguments), _MAX_ERRORS))
+        except Exception as reason:  # boundary: jsonschema computes with foreign values and schemas
+            return f"they can't be checked: {type(reason).__name__}: {reason}"
+        if error is None:
+            return ""
+        where = "/".join(str(part) for part in error.absolute_path)
+        return f"{where}: {error.message}" if where else str(error.message)
+
+
+def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
+    """Check the keyword `pattern` with a deadline, unlike jsonschema: `(a+)+$` is a valid pattern."""
+    if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
+        yield ValidationError(f"{text!r} does not match {pattern!r}")
+
+
+def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
+    """Check the keyword `uniqueItems` in linear time; jsonschema takes quadratic time for objects."""
+    if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
+        yield ValidationError("there are equal items")
+
+
+def _key(value: object) -> object:
+    """Return a key that is equal only for equal JSON values: True differs from 1, but 1.0 equals 1."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(part)) for name, part in value.items())
+    if isinstance(value, list):
+        return "array", tuple(_key(part) for part in value)
+    return isinstance(value, bool), value
+
+
+_extend: Any = validators.extend  # untyped
+_Validator = _extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+
 
 log = logging.getLogger(__name__)
 _CREATE_TIMEOUT_S = 30.0
@@ -30,10 +157,10 @@ class ToolSet:
     """Tools by name.
 
     Args:
-        tools: names must differ.
-        on_close: ends what the tools share, e.g. an MCP session.
+        tools: tools with different names.
+        on_close: closes resources that the tools share, e.g. an MCP session.
     Raises:
-        ConfigError: two tools have one name, or a schema is no JSON schema.
+        ConfigError: two tools have the same name, or a schema is not a JSON schema.
     """
 
     def __init__(self, tools: Sequence[Tool] = (), *, on_close: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
@@ -61,12 +188,12 @@ class ToolSet:
         return self._tools.get(name)
 
     def problem(self, name: str, arguments: object) -> str:
-        """Why these arguments don't fit the tool's schema; empty if they do."""
+        """Return why these arguments don't fit the tool's schema; empty if they do."""
         return self._checkers[name].problem(arguments)
 
     def ends_episode(self, name: str) -> bool:
-        """True for a tool that may name the trajectory's answer."""
-        # Not of the protocol: most tools have no such thing.
+        """True for a tool whose output may contain the trajectory's answer."""
+        # Optional attribute, not part of the protocol.
         return bool(getattr(self._tools.get(name), "ends_episode", False))
 
     def trajectory(
@@ -78,31 +205,31 @@ class ToolSet:
         spec: SandboxSpec | None = None,
         setup: tuple[str, ...] = (),
     ) -> ToolStates:
-        """The states that one trajectory has with the tools; enter it before the first call.
+        """Return the tools' states for one trajectory; enter this context before the first call.
 
         Args:
-            files, packages, spec, setup: of its workspace, as `open_workspace` takes them.
+            files, packages, spec, setup: contents of the workspace, as for `open_workspace`.
         """
         working = [tool for tool in self._tools.values() if isinstance(tool, WorkspaceTool)]
         workspace = open_workspace(working, files=files, packages=packages, spec=spec, setup=setup) if working else None
         return ToolStates(self._tools, tools_kwargs, workspace)
 
     async def close(self) -> None:
-        """End what the tools share. Idempotent."""
+        """Close the resources that the tools share. Idempotent."""
         closing, self._on_close = self._on_close, ()
         await asyncio.gather(*(close() for close in closing))
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ToolStates:
-    """See `ToolSet.trajectory`. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
+    """States of one trajectory by tool. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Mapping[str, Any]]
     workspace: Workspace | None
-    """Whichever of its tools is released first closes it."""
+    """Workspace of the tools; closed when the first of them is released."""
     answer: str | None = None
-    """What a tool named as the trajectory's answer; the first one counts."""
+    """The trajectory's answer, if a tool's output contained one; the first one counts."""
     _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -124,10 +251,10 @@ class ToolStates:
         return self._states[name]
 
     async def rewards(self) -> dict[str, float]:
-        """Verdicts on the whole trajectory, from the tools that have one.
+        """Return the verdicts on the whole trajectory, from the tools that have one.
 
         Raises:
-            ToolFailedError: a tool crashed, or gave no finite number.
+            ToolFailedError: a tool crashed, or returned no finite number.
         """
         found = {
             name: await _guarded(_verdict(self.tools[name], state), f"tool {name}: reward")
@@ -136,7 +263,7 @@ class ToolStates:
         return {name: value for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
-        # Shield the release: a cancelled trajectory must give its sandboxes back.
+        # Shielded: a cancelled trajectory must return its sandboxes.
         await asyncio.shield(self._release())
 
     async def _release(self) -> None:
@@ -144,15 +271,15 @@ class ToolStates:
         for name, state in states.items():
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                    await self.tools[name].release(state)
-            except Exception as error:  # boundary: one tool's failure must not keep the others' states
+                    await guarded(partial(self.tools[name].release, state))
+            except Exception as error:  # boundary: after one tool's failure, still release the others' states
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
 
 
 def infrastructure(error: RayappError, what: str) -> RayappError:
-    """Translate an error of ours that left a tool into one that says nothing about the policy, for the agent loop.
+    """Translate a RayappError from a tool into an infrastructure error, which is no verdict on the policy.
 
-    A lost sandbox pool or another process that died, or does not answer, is the service behind the tool.
+    A sandbox pool or other process that died or does not answer means that the tool is unavailable.
     """
     if isinstance(error, SandboxError | ToolUnavailableError | InputError):
         return error
@@ -161,17 +288,17 @@ def infrastructure(error: RayappError, what: str) -> RayappError:
 
 async def _verdict(tool: Tool, state: Any) -> float | None:
     value = await tool.reward(state)
-    return None if value is None else finite(value)
+    return None if value is None else storable(value)
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], what: str) -> Any:
     try:
         async with asyncio.timeout(_CREATE_TIMEOUT_S):
-            return await call
+            return await guarded(lambda: call)
     except RayappError as error:
         raise infrastructure(error, what) from error
     except ToolFailedError:
         raise
-    except Exception as error:  # boundary: a tool is foreign code, and one trajectory's crash is not the group's
+    except Exception as error:  # boundary: a tool is foreign code; its crash fails one trajectory, not the group
         log.warning("%s crashed", what, exc_info=True)
         raise ToolFailedError(f"{what} crashed: {type(error).__name__}: {error}", "crash") from error

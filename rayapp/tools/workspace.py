@@ -1,9 +1,9 @@
-"""One sandbox for one trajectory, shared by all of its tools that work on files or run code. Made by `ToolSet`.
+"""One sandbox per trajectory, shared by all of its tools that work on files or run code. Made by `ToolSet`.
 
-    first call of any tool -> lease -> the task's files are written -> every call, one after the other -> released
+    first call of any tool -> lease -> write the task's files -> all calls, one after the other -> release
 
-Nothing in it outlives the trajectory, and no verdict is reached in it: what an answer is worth is found out in another
-sandbox, after this one has ended.
+Nothing in it outlives the trajectory, and no verdict is computed in it: answers are scored in another sandbox, after
+this one has ended.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from rayapp.tools.config import parse
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 18
-"""Largest file that a tool reads whole."""
+"""Size of the largest file that a tool reads or writes."""
 _SETUP_TIMEOUT_S = 30.0
 
 
 class WorkspaceConfig(BaseModel):
-    """`config` of a tool that works in the workspace. The largest values among a trajectory's tools count."""
+    """`config` of a tool that uses the workspace. The largest values among a trajectory's tools apply."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str = "native"
     timeout: float = Field(10.0, gt=0)
     """Deadline of one call's code in seconds."""
     lease_timeout: float = Field(120.0, gt=0)
-    """Longest wait for a free sandbox in seconds. Trajectories hold theirs to the end: allow as many sandboxes as
-    trajectories run at once."""
+    """Longest wait for a free sandbox in seconds. A trajectory keeps its sandbox to the end: allow as many sandboxes as
+    concurrent trajectories."""
     packages: tuple[str, ...] = ()
     memory_mib: int = Field(512, ge=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used(Generic[T]):
-    """What a piece of work in the workspace gave."""
+    """Result of one use of the workspace."""
 
     value: T
     waited_s: float
-    """For the sandbox, in the first use."""
+    """Seconds of waiting for the sandbox; 0 after the first use."""
     ran: ExecRecord
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Workspace:
-    """See the module."""
+    """The sandbox of one trajectory, leased at the first use."""
 
     sandboxes: SandboxSource
     spec: SandboxSpec
@@ -62,11 +62,11 @@ class Workspace:
     lease_timeout_s: float
     """Longest wait for the sandbox."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What lies in it at the start, by relative path."""
+    """Files that it contains at the start, by relative path."""
     setup: Sequence[str] = ()
-    """A command that is run in it then; it may fail."""
+    """Command that runs after the files are written; its failure is ignored."""
     has_shell: bool = False
-    """That command lines work here, so that it is found out once."""
+    """True once a probe has shown that command lines work here."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lease: SandboxLease | None = None
     _sandbox: Sandbox | None = None
@@ -74,12 +74,12 @@ class Workspace:
     _is_closed: bool = False
 
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
-        """Do something in the sandbox; who comes first is served first, so calls of a turn run as they were written.
+        """Run `work` in the sandbox. Uses run first come, first served, so the calls of a turn run in written order.
 
-        A sandbox found dead in its first use is replaced by another one, for there is nothing to lose yet.
+        If the sandbox is dead at its first use, it is replaced: it holds no state yet.
 
         Raises:
-            SandboxError: there is no sandbox, or it died with what the trajectory had in it.
+            SandboxError: no sandbox is available, or it died with the trajectory's state.
         """
         async with self._turn:
             try:
@@ -118,7 +118,7 @@ class Workspace:
         try:
             await self._fill(sandbox)
         except BaseException:
-            # A call past its deadline ends here, too: the next one opens the workspace anew.
+            # Also reached by a call that exceeds its deadline: the next call opens the workspace again.
             await self._give_back()
             raise
         self._sandbox = sandbox
@@ -148,7 +148,7 @@ class Workspace:
 
 class WorkspaceTool(ToolBase):
     """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`, and `join` if
-    they keep more than the workspace as their state."""
+    their state is more than the workspace."""
 
     Config: type[WorkspaceConfig] = WorkspaceConfig
 
@@ -160,7 +160,7 @@ class WorkspaceTool(ToolBase):
     ) -> None:
         super().__init__(config, schema, context)
         self.own = parse(self.config, self.Config, where=f"tool {self.schema.name}: config")
-        # The wait for a sandbox, the code, and both again when the first sandbox was dead.
+        # Waiting for a sandbox and running the code, and both once more if the first sandbox is dead.
         self.timeout_s = 2 * (self.own.timeout + self.own.lease_timeout) + 30.0
         if self.context.sandboxes is None:
             raise ConfigError(f"tool {self.schema.name} needs sandboxes, and this process has none")
@@ -168,7 +168,7 @@ class WorkspaceTool(ToolBase):
 
     @classmethod
     def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
-        """True if a trajectory holds a sandbox from the first call to its end, under this `config` of an entry.
+        """True if, with this `config`, a trajectory keeps a sandbox from the tool's first call to its end.
 
         Raises:
             ConfigError: the config can't be read.
@@ -177,11 +177,11 @@ class WorkspaceTool(ToolBase):
         return True
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """The state of a tool with a workspace to itself."""
+        """Return the state of a tool that has its own workspace."""
         return await self.join(open_workspace([self]), kwargs)
 
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> Any:
-        """State of one trajectory, whose tools all work in this workspace. Cheap, as `create`."""
+        """Return the state of one trajectory whose tools share this workspace. Cheap, as `create`."""
         return workspace
 
     async def release(self, state: Any) -> None:
@@ -196,11 +196,11 @@ def open_workspace(
     spec: SandboxSpec | None = None,
     setup: Sequence[str] = (),
 ) -> Workspace:
-    """The workspace that these tools share: no sandbox is leased before one of them needs it.
+    """Return the workspace that these tools share. No sandbox is leased before a tool needs it.
 
     Args:
-        packages: besides the spec's and the tools' own.
-        spec: what the task asks for; the tools may ask for more memory, or, without one, say how much there is.
+        packages: in addition to the packages of the spec and the tools.
+        spec: the task's requirements. The tools may require more memory; without a spec, they determine it.
         setup: see `Workspace`.
     """
     asked = spec or SandboxSpec()
@@ -214,10 +214,10 @@ def open_workspace(
 
 
 async def read_text(sandbox: Sandbox, path: str) -> str:
-    """A file of the workspace.
+    """Return the text of a file in the workspace.
 
     Raises:
-        ToolFailedError: there is none, it is no text, or it is too large.
+        ToolFailedError: the file doesn't exist, is not UTF-8 text, or is too large.
     """
     try:
         data = await sandbox.read_file(path, max_bytes=MAX_FILE_BYTES + 1)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 
+pytestmark = pytest.mark.usefixtures("namespaces")  # tests of a repository are run in processes of their own
 _PLACE = Path(__file__).parents[2] / "benchmarks" / "adversarial_agents.py"
 
 

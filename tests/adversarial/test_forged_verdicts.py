@@ -16,10 +16,11 @@ import pytest_asyncio
 import yaml
 
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import Prompt, SandboxSpec
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.coding import CodingTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,8 +35,11 @@ async def source(request: pytest.FixtureRequest) -> AsyncIterator[PoolClient]:
     """Sandboxes of one level; every program of the module gets its lease from the same few zygotes."""
     provider = LocalProvider(levels=(request.param,), max_slots=1)
     async with open_pool(SandboxConfig(max_leases=1), "test", local=provider) as (source, _):
-        async with source.lease(SandboxSpec(), timeout_s=60) as sandbox:
-            assert (await sandbox.run_code("pass", timeout_s=10)).isolation == request.param
+        try:
+            async with source.lease(SandboxSpec(), timeout_s=60) as sandbox:
+                assert (await sandbox.run_code("pass", timeout_s=10)).isolation == request.param
+        except IsolationUnavailableError as error:
+            pytest.skip(str(error))
         yield source
 
 
@@ -49,7 +53,7 @@ def task(*, banned: bool) -> CodingTask:
         banned_patterns=BANNED if banned else (),
         tests=("rng.sample(range(100), 7)",) * 5,
         reference="sorted(items)",
-        timeout_s=1.5,
+        timeout_s=2.0,
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.testing.runs import HOSTILE_TEXTS, hostile_group
+from support.runs import HOSTILE_TEXTS, hostile_group
 
 WORDS = ("def", " sort", "(xs):", "\n", " return", " sorted", "(xs)", "<tool>")
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
@@ -318,7 +318,7 @@ def written_groups(folder: Path, seed: int) -> Path:
 
     from rayapp.core.types import Group, Prompt
     from rayapp.runs.trajectories import write_trajectories
-    from rayapp.testing.learners import sampled
+    from support.learners import sampled
 
     rng = np.random.default_rng(seed)
     groups = []

@@ -18,15 +18,15 @@ import pytest
 
 from actors.metrics import Reporter
 from rayapp.core.types import GroupSummary
-from rayapp.driver.failures import FailureBudget
-from rayapp.engine.vllm_stats import EngineLoad
+from rayapp.driver.group_rules import FailureBudget
+from rayapp.engine.vllm_output import EngineLoad
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.operator_metrics import of_step
 from rayapp.runs.tracking.trackers import RunTracker
-from rayapp.sandbox.pool.stats import PoolStats
-from rayapp.testing.ports import free_port
-from rayapp.testing.summaries import summary_of
+from rayapp.sandbox.pool.waiting import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
+from support.ports import free_port
+from support.summaries import summary_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 SPEED = 20

@@ -26,7 +26,7 @@ def transfer(model: Path, out: Path, deadline_s: float, *cases: str) -> str:
     """Run the cases one after the other. Returns what was printed."""
     script = ROOT / "tests" / "data" / "cuda_transports.py"
     command = [sys.executable, str(script), str(model), str(out), str(deadline_s), *cases]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=390,
         check=False,

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from rayapp.config.config import Config
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.weights.buckets import TensorEntry, pack
+from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, pack
 
 pytestmark = [
     pytest.mark.cluster,
@@ -49,14 +49,16 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
     started.close()
 
 
-async def sample(engine: VllmEngine, name: str, count: int, max_tokens: int = 200) -> list[Completion]:
+async def sample(engine: VllmEngine, group: int, count: int, max_tokens: int = 200) -> list[Completion]:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-    return list(await asyncio.gather(*(engine.generate(f"{name}={i}", PROMPT, sampling) for i in range(count))))
+    return list(
+        await asyncio.gather(*(engine.generate(RequestId("group", group, i), PROMPT, sampling) for i in range(count)))
+    )
 
 
 async def test_vllms_own_counters_make_the_limit_back_off_and_every_request_is_served(engine: VllmEngine) -> None:
     # 24 completions of up to 4 blocks want far more than 20 blocks; the limit begins at 16.
-    completions = await sample(engine, "pressure", 24, max_tokens=110)
+    completions = await sample(engine, 0, 24, max_tokens=110)
 
     load = engine.load()
     assert load["preempted"] > 0
@@ -104,20 +106,27 @@ def log_probs(folder: Path, token_ids: np.ndarray) -> np.ndarray:
     return logits[range(len(PROMPT) - 1, ids.shape[1] - 1), token_ids].numpy()
 
 
+async def update(engine: VllmEngine, version: int, weights: Weights) -> None:
+    await engine.begin_update("memory")
+    await engine.receive_weights(SharedWeights(path=str(weights[0]), entries=tuple(weights[1]), checksums={}))
+    await engine.finish_update(version, {})
+    await engine.go_on()
+
+
 async def spanning_an_update(engine: VllmEngine, original: Weights, moved: Weights) -> tuple[int, list[Completion]]:
     """The version before, and those of three completions during which the moved weights, five versions later, came."""
     for _ in range(10):
         before = engine.policy_version
-        running = asyncio.create_task(sample(engine, "update", 3))
+        running = asyncio.create_task(sample(engine, 1, 3))
         async with asyncio.timeout(60):
             while engine.load()["running"] < 1 and not running.done():
                 await asyncio.sleep(0)
-        await engine.load_weights(before + 5, str(moved[0]), moved[1])
+        await update(engine, before + 5, moved)
         spanning = [c for c in await running if c.version_spans]
         if spanning:
             return before, spanning
         # The engine was done before this process, which others keep from the processor, could ask.
-        await engine.load_weights(before + 6, str(original[0]), original[1])
+        await update(engine, before + 6, original)
     raise AssertionError("no update came while the engine sampled")
 
 
@@ -138,7 +147,7 @@ async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_
 
 
 async def test_after_an_update_requests_are_sampled_by_the_new_weights_alone(engine: VllmEngine) -> None:
-    (completion,) = await sample(engine, "after", 1)
+    (completion,) = await sample(engine, 2, 1)
 
     assert completion.version_spans == ()
     assert completion.policy_version == engine.policy_version

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors.setup.gpus import wait_for_gpus
+from actors.placement import wait_for_gpus
 from rayapp.config.config import Config, bundles_of
 from rayapp.core.errors import ConfigError
-from rayapp.driver.cluster import StandIns, open_cluster
+from rayapp.driver.cluster import open_cluster
+from support.stand_ins import stand_ins
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -77,7 +78,7 @@ async def test_an_evaluation_does_not_wait_for_the_learners_gpus(
     )
     ray.shutdown()
 
-    async with open_cluster(config, with_learners=False, stand_ins=StandIns()) as opened:
+    async with open_cluster(config, with_learners=False, stand_ins=stand_ins()) as opened:
         assert len(opened.servers) == 1
 
 
@@ -96,7 +97,7 @@ async def test_servers_on_shared_gpus_are_ready_and_asleep_before_a_learner_load
     ray.shutdown()
     lines: list[str] = []
 
-    async with open_cluster(config, report=lines.append, stand_ins=StandIns()):
+    async with open_cluster(config, report=lines.append, stand_ins=stand_ins()):
         pass
 
     began = [line for line in lines if line.startswith(("starting:", "ready:"))]

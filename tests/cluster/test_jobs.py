@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.testing.ports import free_port
 from scripts.kuberay_examples import render_example
+from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -71,7 +71,7 @@ ATTACH = """
 import sys
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from actors.setup.session import ray_session
+from actors.own_ray import ray_session
 
 try:
     with ray_session(Config.model_validate({"cluster": {"address": sys.argv[1]}})):

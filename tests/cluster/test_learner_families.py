@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.learner.families.trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayapp.testing.learners import save_llama
+from support.learners import save_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,10 +33,10 @@ import rayapp.learner.state.export as export
 import rayapp.learner.state.hf_folder as hf_folder
 from actors.learner import Learner
 from rayapp.config.config import Config
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import fork_ranks, import_learner, take_sgd, whole_weights
+from support.learners import fork_ranks, import_learner, take_sgd, whole_weights
 
 import_learner("gemma2", "glm4_moe", "gpt_oss")
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

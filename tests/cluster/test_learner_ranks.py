@@ -23,11 +23,11 @@ import time
 from actors.learner import Learner
 from rayapp.config.config import Config
 from rayapp.core.types import Reward, RolloutStatus
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.learner.shares import Share, deal
 from rayapp.runs.trajectories import read_groups
 from rayapp.engine.weights.buckets import unpack
-from rayapp.testing.learners import fork_ranks, import_learner
+from support.learners import fork_ranks, import_learner
 import torch
 
 import_learner()

@@ -24,10 +24,10 @@ import numpy as np
 
 from actors.learner import Learner
 from rayapp.config.config import Config
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import fork_ranks, import_learner, take_sgd, whole_weights
+from support.learners import fork_ranks, import_learner, take_sgd, whole_weights
 
 import_learner()
 model, trajectories, checkpoint, out = sys.argv[1:]

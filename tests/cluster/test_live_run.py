@@ -28,9 +28,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
-from rayapp.testing.stubs.faults import Faults
 from scripts.monitoring.dashboard import ROWS, queries
+from support.stubs.e2b_stub import API_KEY, E2BStub
+from support.stubs.faults import Faults
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 

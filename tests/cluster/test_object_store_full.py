@@ -18,7 +18,7 @@ import ray
 from actors.calls import answer
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
-from actors.setup.session import ray_session
+from actors.own_ray import ray_session
 
 
 @ray.remote(num_cpus=0)

@@ -12,8 +12,8 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.calls import answer
-from actors.setup.placement import Placement, group_name
-from actors.spawn import Seat, role_env
+from actors.placement import Placement, group_name
+from actors.spawn import GpuShare, role_env
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 
@@ -57,7 +57,7 @@ def config(placement: str, *, num_servers: int, tp: int, num_learners: int) -> C
     )
 
 
-def probe(role: str, name: str, seat: Seat) -> Any:
+def probe(role: str, name: str, seat: GpuShare) -> Any:
     return (
         ray.remote(probe_class())
         .options(

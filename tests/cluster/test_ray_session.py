@@ -26,7 +26,7 @@ PROGRAM = """
 import asyncio, sys
 from rayapp.config.config import Config
 from rayapp.core.aio import run_until_done
-from actors.setup.session import ray_session
+from actors.own_ray import ray_session
 
 
 async def main():
@@ -49,7 +49,8 @@ except KeyboardInterrupt:
 TRAINING = """
 import asyncio, sys
 from pathlib import Path
-from rayapp.driver.cluster import StandIns, open_cluster
+from rayapp.driver.cluster import open_cluster
+from support.stand_ins import stand_ins
 from rayapp.config.loading import load_config
 from rayapp.driver.loop import train_through_losses
 from rayapp.core.aio import run_until_done
@@ -59,7 +60,7 @@ from rayapp.runs.tracking.trackers import make_trackers
 
 async def main(config):
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
-        async with open_cluster(config, stand_ins=StandIns(completion_s=0.05, step_s=0.05)) as cluster:
+        async with open_cluster(config, stand_ins=stand_ins(completion_s=0.05, step_s=0.05)) as cluster:
             await train_through_losses(config, cluster, folder, tracker)
 
 
@@ -74,7 +75,7 @@ except KeyboardInterrupt:
 def environment(without_torch: None) -> Iterator[dict[str, str]]:
     """Of a machine where nobody has called `ray start`, and on which two runs begin."""
     kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    kept["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    kept["PYTHONPATH"] += f"{os.pathsep}{ROOT}{os.pathsep}{ROOT / 'tests'}"
     # Short: a Unix socket's path has to fit in 107 bytes.
     with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield kept | {"RAY_TMPDIR": folder}

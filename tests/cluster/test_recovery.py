@@ -21,14 +21,15 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.handles import LearnerHandle
-from actors.setup.stacks import dump_stacks
 from actors.spawn import spawn
+from actors.starting import dump_stacks
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, ProcessDiedError, RestartsUsedUpError
-from rayapp.driver.cluster import Cluster, StandIns, open_cluster
+from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.driver.loop import train_through_losses
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
+from support.stand_ins import stand_ins
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,7 +124,7 @@ async def run_while(
 
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
         async with open_cluster(
-            config, report=hear, stand_ins=StandIns(completion_s=completion_s, step_s=0.1)
+            config, report=hear, stand_ins=stand_ins(completion_s=completion_s, step_s=0.1)
         ) as cluster:
             striking = asyncio.ensure_future(strike())
             try:

@@ -17,10 +17,9 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.types import Group, Prompt, SamplingParams
-from rayapp.engine.weights.buckets import WeightBucket
-from rayapp.engine.weights.checksum import checksum_of, part_of
-from rayapp.testing.learners import sampled
+from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
+from rayapp.engine.weights.buckets import WeightBucket, checksum_of, part_of
+from support.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -84,7 +83,7 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
         buckets = list(learner.export_weights(100_000))
         facts = await server.load_weights(1, references(buckets))
         sampled = await server.generate(
-            "group=0/trajectory=0", prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
+            RequestId("group", 0, 0), prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
         )
         expected = learner.log_probs_of(as_group(prompt, sampled.token_ids))[0]
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 pytestmark = [
     pytest.mark.usefixtures("forked_runs"),

@@ -13,11 +13,11 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, Prompt, SamplingParams
+from rayapp.core.trajectories import summarize_group
+from rayapp.core.types import Group, Prompt, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -92,7 +92,7 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"version {version}"
             completion = await server.generate(
-                f"group={version}/trajectory=0", TOKENS[:4], SamplingParams(max_tokens=4, seed=1)
+                RequestId("group", version, 0), TOKENS[:4], SamplingParams(max_tokens=4, seed=1)
             )
             again = (await server.prompt_log_probs([[*TOKENS[:4], *completion.token_ids.tolist()]]))[0][3:]
             assert np.abs(again - completion.log_probs).max() < MAX_LOG_PROB_DIFFERENCE

@@ -20,17 +20,16 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.types import FloatArray, Group, Prompt, Reward, SamplingParams, Trajectory
+from rayapp.core.types import FloatArray, Group, Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
-from rayapp.learner.families import engine_trial, trial
-from rayapp.learner.scoring import log_probs_of
+from rayapp.learner.families import trial
 from rayapp.learner.state.export import sent_weights
-from rayapp.rollout.agent.episode import EpisodeEnd
+from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.agent.outcome import to_trajectory
-from rayapp.rollout.agent.transcript import Transcript
+from rayapp.rollout.recorder import EpisodeEnd, Transcript
 from rayapp.storage.models.families import FAMILIES, TINY
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
@@ -134,7 +133,7 @@ def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from rayapp.engine.weights.experts import check_computes
+    from rayapp.engine.weights.held import check_computes
 
     gate_up, down = (torch.randn(2, *shape).div(shape[1] ** 0.5).bfloat16() for shape in ((128, 128), (128, 64)))
 
@@ -160,9 +159,7 @@ async def play(engine: VllmEngine, number: int) -> Trajectory:
     transcript = Transcript(TOKENS)
     for turn in range(2):
         sampling = SamplingParams(max_tokens=60, seed=2 * number + turn)
-        await transcript.sample_turn(
-            engine, f"group=0/trajectory={number}/turn={turn}", sampling, lambda said: said.text
-        )
+        await transcript.sample_turn(engine, RequestId("group", 0, number, turn=turn), sampling, lambda said: said.text)
         transcript.add_read([5, 6, 7, number + 8] if turn == 0 else [])
     return to_trajectory(transcript.finished(EpisodeEnd.ANSWERED), Reward(value=0.0))
 
@@ -185,7 +182,7 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
             playing = [asyncio.create_task(play(engine, number)) for number in range(12)]
             while not engine._versions.num_open:
                 await asyncio.sleep(0)
-            await engine_trial._load(engine, 1, bucket)
+            await trial._load(engine, 1, bucket)
             rows = await asyncio.gather(*playing)
             assert engine.load()["preempted"] > 0
         finally:

@@ -11,13 +11,13 @@ import pytest
 
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.forks import path_to
-from rayapp.core.types import SamplingParams
+from rayapp.core.trajectories import path_to
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
-from rayapp.testing.learners import save_llama
+from support.learners import save_llama
 
 pytestmark = [
     pytest.mark.usefixtures("forked_runs"),
@@ -54,7 +54,7 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         await gateway.start()
         sampling = SamplingParams(max_tokens=30, seed=3)
         with gateway.session(
-            engine=server, sampling=sampling, limits=limits, request_id="group=1/trajectory=0"
+            engine=server, sampling=sampling, limits=limits, request_id=RequestId("group", 1, 0)
         ) as session:
             client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
             tree, load = session.tree, server._engine.load

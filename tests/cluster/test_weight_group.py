@@ -21,10 +21,10 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.types import SamplingParams
-from rayapp.engine.weights.transfer_plan import transfer_plan
+from rayapp.core.types import RequestId, SamplingParams
+from rayapp.engine.weights.sync import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 pytestmark = [
     pytest.mark.cluster,
@@ -168,7 +168,7 @@ async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serve
     assert "mixture" in server._not_servable
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await server.generate("group=0/trajectory=0", [72], SamplingParams(max_tokens=1))
+            await server.generate(RequestId("group", 0, 0), [72], SamplingParams(max_tokens=1))
 
 
 class Deserter:
@@ -235,7 +235,7 @@ class HostTensor:
 async def test_the_sampler_that_gpus_use_draws_from_the_seed_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample import states
 
-    from rayapp.engine.vllm_completions import vllm_sampling_params
+    from rayapp.engine.completions import vllm_sampling_params
 
     monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
     sampler = states.SamplingStates(2, 100)

@@ -29,9 +29,9 @@ from actors.learner import Learner
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.engine.weights.buckets import unpack
-from rayapp.engine.weights.transfer_plan import transfer_plan
-from rayapp.testing.learners import fork_ranks
-from rayapp.testing.ports import free_port
+from rayapp.engine.weights.sync import transfer_plan
+from support.learners import fork_ranks
+from support.ports import free_port
 
 model, out, timeout_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.types import Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import to_trajectory, with_terms
+from rayapp.rollout.agent.outcome import failure_of, to_trajectory, with_terms
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
+from support.hermes import HermesParser
 
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 MESSAGES = ({"role": "user", "content": "6 * 7?"},)
@@ -49,18 +49,20 @@ async def tool_set(folder: Path, url: str) -> ToolSet:
     return await open_tools(folder / "tools.yaml")
 
 
-async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str], request_id: str = "t") -> Episode:
+async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Episode:
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=4000)
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=limits)
     engine = ScriptedEngine(
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         tokenizer.decode,
-        lambda request_id, prompt_ids: turns[int(request_id.rpartition("=")[2])],
+        lambda request_id, prompt_ids: turns[request_id.turn],
         end_id=tokenizer.eos_token_id,
     )
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
-    return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=request_id)
+    return await loop.run(
+        prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=RequestId("group", 0)
+    )
 
 
 async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokenizer: Any, tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other
 
     statuses = [episode.status for episode in episodes]
     assert statuses == [RolloutStatus.ERROR_TOOL, RolloutStatus.COMPLETED, RolloutStatus.ERROR_TOOL]
-    failed = to_trajectory(episodes[0], with_terms(None, episodes[0]))
+    failed = to_trajectory(episodes[0], failure_of(episodes[0]))
     assert (failed.reward.failure_kind, failed.is_trainable) == ("tool_unavailable", False)
     assert "could not be reached for 0.5 s" in failed.reward.detail
 

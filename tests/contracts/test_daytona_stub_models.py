@@ -27,7 +27,7 @@ from rayapp.core.errors import SandboxError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.providers.daytona import DaytonaProvider
 from rayapp.testing.sandbox_contract import CHECKS
-from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
+from support.stubs.daytona_stub import API_KEY, DaytonaStub
 
 control = pytest.importorskip("daytona_api_client_async", reason="the package daytona-sdk is not installed")
 toolbox = pytest.importorskip("daytona_toolbox_api_client_async", reason="the package daytona-sdk is not installed")

@@ -28,7 +28,7 @@ from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.providers.e2b import E2BProvider
 from rayapp.testing.sandbox_contract import CHECKS
-from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
+from support.stubs.e2b_stub import API_KEY, E2BStub
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (os.environ.get("RAYAPP_E2B_SPECS", ""), ROOT / "shared/specs/e2b", ROOT.parent / "shared/specs/e2b")

@@ -13,8 +13,8 @@ from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, Sandbox
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.providers.mcp import McpChannel, McpProvider
 from rayapp.sandbox.providers.mcp_session import McpSession
-from rayapp.testing.stubs.faults import Faults
-from rayapp.testing.stubs.mcp_stub import API_KEY, McpStub
+from support.stubs.faults import Faults
+from support.stubs.mcp_stub import API_KEY, McpStub
 
 SPEC = SandboxSpec()
 
@@ -85,7 +85,7 @@ async def test_a_call_without_an_answer_ends_at_our_own_deadline() -> None:
 
 async def test_a_call_that_the_server_leaves_unanswered_is_no_wrong_key() -> None:
     """-32001 is the SDK's code for no answer in time, and the servers' for a key that they refuse."""
-    stub = McpStub(Faults(hang_s=1.0))
+    stub = McpStub(Faults(hang_s=5.0))
     stub.faults.next("run_command", "hang")
     async with stub.running() as url:
         session = McpSession(url, {"E2B-API-KEY": API_KEY})
@@ -105,7 +105,7 @@ async def test_what_code_prints_up_to_its_limit_comes_back_whole() -> None:
 
 
 async def test_a_server_that_is_not_there_and_one_that_speaks_no_mcp_are_named() -> None:
-    from rayapp.testing.stubs.e2b_stub import E2BStub
+    from support.stubs.e2b_stub import E2BStub
 
     nowhere = McpProvider(McpConfig(url="http://127.0.0.1:9/mcp"), api_key="k")
     with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):

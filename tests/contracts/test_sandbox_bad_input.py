@@ -29,7 +29,7 @@ from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.providers.errors import MAX_WAIT_S, retry_after_s
 from rayapp.sandbox.providers.table import remote_provider, remote_providers
 from rayapp.sandbox.verdict.program import read_report
-from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
+from support.stubs import daytona_stub, e2b_stub, mcp_stub
 
 KEY_ENV = "RAYAPP_TEST_KEY"
 Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rayapp.core.types import Reward
-from rayapp.testing.faults.programs import PROGRAMS, Program
-from rayapp.testing.faults.run import FaultRun, run_with_faults
+from support.faults.programs import PROGRAMS, Program
+from support.faults.run import FaultRun, run_with_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -20,8 +20,8 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.testing.stubs.faults import Faults
-from rayapp.testing.stubs.server import StubServer
+from support.stubs.faults import Faults
+from support.stubs.server import StubServer
 
 T = TypeVar("T")
 LABELS = {"rayapp-faults": "yes"}
@@ -33,7 +33,7 @@ DATA = ("drop", "502", "hang", "garbage", "cut", "slow")
 
 def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
     from rayapp.sandbox.providers.e2b import E2BProvider
-    from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
+    from support.stubs.e2b_stub import API_KEY, E2BStub
 
     def make(url: str) -> RemoteProvider:
         api_url, ports = (f"{url}/kruise/api", "") if dialect == "kruise" else (url, url)
@@ -44,9 +44,8 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
 
 def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.sandbox.providers.daytona import DaytonaProvider
-    from rayapp.sandbox.providers.daytona_channel import sdk
-    from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
+    from rayapp.sandbox.providers.daytona import DaytonaProvider, sdk
+    from support.stubs.daytona_stub import API_KEY, DaytonaStub
 
     sdk()  # imported now, as `providers/table.py` does: on a busy machine it takes seconds of the first deadline
     return DaytonaStub(**options), lambda url: DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
@@ -100,7 +99,7 @@ async def test_a_creation_that_fails_leaves_nothing_and_blames_nobodys_config(ki
 @KINDS
 async def test_a_creation_that_hangs_ends_at_our_deadline_and_its_late_sandbox_is_ended(kind: str) -> None:
     async with opened(kind) as (provider, stub):
-        stub.faults.slow_s = 1.0
+        stub.faults.slow_s = 3.0
         stub.faults.next("create", "slow")
         with pytest.raises(SandboxDeadlineError, match=r"0\.3 s"):
             await provider.create(SandboxSpec(), labels=LABELS, ttl_s=300, timeout_s=0.3)

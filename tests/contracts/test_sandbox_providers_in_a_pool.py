@@ -15,8 +15,8 @@ import pytest
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import RUN_LABEL
-from rayapp.sandbox.pool.in_process import open_pool
-from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
+from rayapp.sandbox.pool.build import open_pool
+from support.stubs import daytona_stub, e2b_stub, mcp_stub
 
 KEY_ENV = "RAYAPP_TEST_KEY"
 Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub

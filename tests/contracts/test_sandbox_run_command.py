@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rayapp.cli.sandbox.command import app
+from rayapp.cli.sandbox import app
 from rayapp.core.errors import InputError, SandboxConfigError
 from rayapp.sandbox.leases import RUN_LABEL
-from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
+from support.stubs import daytona_stub, e2b_stub, mcp_stub
 
 KEY_ENV = "RAYAPP_TEST_KEY"
 Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub

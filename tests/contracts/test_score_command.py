@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rayapp.cli.main import run
-from rayapp.testing.stubs import e2b_stub
+from support.stubs import e2b_stub
 
 INSERTION_SORT = """
 def sort_numbers(xs):

@@ -31,10 +31,10 @@ from rayapp.storage.base import Storage
 from rayapp.storage.folders import get_folder, put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import MIB, S3Settings, Transfer
-from rayapp.testing.storage.faulty_proxy import Seen
-from rayapp.testing.storage.swift_environment import SwiftNotInstalledError
-from rayapp.testing.storage.swift_server import KEY, REGION, SECRET, SwiftServer
-from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
+from support.storage.faulty_proxy import Seen
+from support.storage.swift_environment import SwiftNotInstalledError
+from support.storage.swift_server import KEY, REGION, SECRET, SwiftServer
+from support.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 BUCKET = "bucket"

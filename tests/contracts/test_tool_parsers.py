@@ -18,16 +18,15 @@ from rayapp.cli.doctor import fitness
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
+from rayapp.engine.vllm_tool_parser import HarmonyParser
 from rayapp.rollout.agent.chat import ChatFormat
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, EpisodeEnd
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, EpisodeEnd
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
-from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
-from rayapp.tools.calls import MAX_CALLS, ToolCallParser
-from rayapp.tools.harmony import HarmonyParser
+from rayapp.tools.base import MAX_CALLS, ToolBase, ToolCallParser, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support.hermes import HermesParser
 
 TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "number"}}})]
 
@@ -247,7 +246,9 @@ async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
     engine = ScriptedEngine(chat.tokenizer.encode, chat.tokenizer.decode, lambda *_: next(turns), end_id=0)
     engine.record = True
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids([{"role": "user", "content": "3 + 1?"}])))
-    episode = await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=10_000), request_id="t")
+    episode = await loop.run(
+        prompt, engine=engine, sampling=SamplingParams(max_tokens=10_000), request_id=RequestId("group", 0)
+    )
     assert episode.end is EpisodeEnd.ANSWERED
     (first, second) = (list(prompt_ids) for _, prompt_ids, _ in engine.requests)
     sampled = chat.tokenizer.encode(said + end, add_special_tokens=False)

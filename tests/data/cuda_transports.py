@@ -41,9 +41,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 import rayapp.learner.state.sender as sender
 from actors.learner import Learner
 from rayapp.config.config import Config
-from rayapp.engine.weights.transfer_plan import TransferPlan, transfer_plan
+from rayapp.engine.weights.sync import TransferRanks, transfer_plan
 from rayapp.engine.weights.vllm_gloo import GlooGroup
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 LEARNERS, ENGINES, TP = 8, 4, 2
 BUCKET_BYTES = 1 << 12
@@ -219,7 +219,7 @@ def worker(name: str, rank: int, calls: Connection) -> None:
 class Engines:
     """All workers, as vLLM's trainer engines call them."""
 
-    def __init__(self, plan: TransferPlan, workers: Sequence[Connection]) -> None:
+    def __init__(self, plan: TransferRanks, workers: Sequence[Connection]) -> None:
         self._plan, self._workers = plan, workers
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:

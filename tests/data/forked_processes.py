@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
+from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.sandbox.local.levels import kernel
-from rayapp.testing.learners import import_learner, import_models
+from support.learners import import_learner, import_models
 
 _MAX_JOBS = 4
 """Each takes 100 MB."""
@@ -137,7 +137,6 @@ def _forked_of_job(asked: socket.socket) -> Asked:
 
     import actors.rollout_worker
     import actors.sandbox_pool
-    import actors.stand_ins
     import actors.vllm_server  # noqa: F401
 
     import_learner()

@@ -17,10 +17,13 @@ import psutil
 import rayapp
 from rayapp.core.types import Prompt
 from rayapp.driver import loop
-from rayapp.driver.cluster import StandIns, open_cluster
+from rayapp.driver.cluster import open_cluster
+
+sys.path.append(str(Path(__file__).parents[1]))
+from support.stand_ins import stand_ins
 
 MODEL, FOLDER = sys.argv[1:]
-loop.open_cluster = partial(open_cluster, stand_ins=StandIns(completion_s=0.05, step_s=0.05))
+loop.open_cluster = partial(open_cluster, stand_ins=stand_ins(completion_s=0.05, step_s=0.05))
 SETTINGS = {
     "run": {"name": "mine", "output_dir": f"{FOLDER}/outputs"},
     "model": {"path": MODEL},

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rayapp.testing.ports import free_port
-from rayapp.testing.stubs.e2b_stub import API_KEY
+from support.ports import free_port
+from support.stubs.e2b_stub import API_KEY
 
 ROOT = Path(__file__).parents[2]
 STAND_INS, FORKS = ROOT / "tests" / "data" / "stand_ins", ROOT / "tests" / "data" / "forks"
@@ -62,7 +62,7 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The tiny model with ChatML's tokens and room for what a prompt tells of tools."""
     from transformers import AutoTokenizer
 
-    from rayapp.testing.learners import save_llama
+    from support.learners import save_llama
 
     folder = tmp_path_factory.mktemp("models") / "chat"
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.runs.tracking.pass_at_k import pass_at_k
+from rayapp.runs.tracking.metrics import pass_at_k
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 DEADLINE_S = 600.0

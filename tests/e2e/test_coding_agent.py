@@ -20,7 +20,7 @@ import pytest
 
 from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import save_llama
+from support.learners import save_llama
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
@@ -39,8 +39,10 @@ def call(name: str, **arguments: str) -> str:
 
 
 def answer(operator: str, order: str) -> str:
-    """For both rows: a program, and below the function only what that needs is kept."""
-    program = f"a, b = map(int, input().split())\nprint(a {operator} b)"
+    """Answer both rows: a block runs as it is, so without input the program below the function does nothing."""
+    program = (
+        f"import sys\n\nif words := sys.stdin.read().split():\n    a, b = map(int, words)\n    print(a {operator} b)"
+    )
     return f"```python\ndef order(items):\n    return sorted(items, reverse={order})\n\n{program}\n```\n"
 
 

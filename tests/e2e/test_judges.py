@@ -19,7 +19,7 @@ import yaml
 
 import rayapp
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.stubs.judge_stub import JudgeStub
+from support.stubs.judge_stub import JudgeStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]

@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from rayapp.core.errors import StorageNotFoundError
-from rayapp.runs.mirror.remote_checkpoints import whole_checkpoints
+from rayapp.runs.mirror.restore import whole_checkpoints
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.testing.storage.threads import make_bucket
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from support.storage.threads import make_bucket
 
 pytestmark = [
     pytest.mark.usefixtures("forked_runs"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "data" / "train_from_python.py"

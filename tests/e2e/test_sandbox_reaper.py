@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rayapp.sandbox.leases import RUN_LABEL
-from rayapp.testing.stubs.e2b_stub import E2BStub
+from support.stubs.e2b_stub import E2BStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DRIVER = """
 import asyncio, sys
 from rayapp.driver.cluster import ready_pool, spawn_pool
 from rayapp.config.config import Config
-from actors.setup.session import ray_session
+from actors.own_ray import ray_session
 from rayapp.core.types import SandboxSpec
 
 url, address, grace_s = sys.argv[1:4]

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from rayapp.core.types import Group
-from rayapp.rollout.mixing import Mixing
+from rayapp.rollout.order import Mixing
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
+from support.stubs.openenv_stub import MOVE, OpenEnvStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -35,7 +35,7 @@ NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
 RATIOS = (2, 1, 1)
 NUM_ROWS = 3
 NUM_SAID = 24
-TOOLS = {"tools": [{"class_name": "rayapp.tools.python.PythonTool", "config": {"type": "native", "stateful": False}}]}
+TOOLS = {"tools": [{"class_name": "rayapp.tools.coding.PythonTool", "config": {"type": "native", "stateful": False}}]}
 
 
 def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[str, Any]:

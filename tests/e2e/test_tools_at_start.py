@@ -12,7 +12,8 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.driver.cluster import StandIns, open_cluster
+from rayapp.driver.cluster import open_cluster
+from support.stand_ins import stand_ins
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NOWHERE = "http://127.0.0.1:9/mcp"
@@ -47,5 +48,5 @@ def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
 
 async def test_a_server_that_is_down_at_the_start_is_told_by_name(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
-        async with open_cluster(config, stand_ins=StandIns()):
+        async with open_cluster(config, stand_ins=stand_ins()):
             pytest.fail("a cluster without its tools is open")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rayapp.config.config import Config
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.distributed import Ranks
@@ -29,7 +29,7 @@ from rayapp.learner.packing import pack
 from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.step import PolicyLearner
-from rayapp.testing.learners import learner_alone, sampled, save_llama
+from support.learners import learner_alone, sampled, save_llama
 
 pytestmark = [
     pytest.mark.gpu,

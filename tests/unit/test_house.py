@@ -150,8 +150,8 @@ def test_only_the_cluster_imports_actors() -> None:
 
 
 def test_only_processes_import_ray() -> None:
-    # object_store.py is the weight transport, submit.py a client of Ray's jobs.
-    allowed = ("actors", "rayapp.driver.cluster", "rayapp.cli.jobs.submit", "rayapp.engine.weights.object_store")
+    # cli/jobs.py is a client of Ray's jobs.
+    allowed = ("actors", "rayapp.driver.cluster", "rayapp.cli.jobs")
 
     assert outside(importers("ray"), *allowed) == []
 

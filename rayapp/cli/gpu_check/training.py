@@ -1,4 +1,4 @@
-"""Checks that are runs: three steps of `rayapp train`, with everything a real one has but its size."""
+"""Checks that run `rayapp train` for three steps with a small model: a real run in everything but size."""
 
 from __future__ import annotations
 
@@ -11,32 +11,49 @@ from typing import Any
 
 import yaml
 
-from rayapp.cli.gpu_check.model import TASK, model_of
-from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, first_devices, judged
-from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.cli.gpu_check.checks import TASK, CheckContext, CheckResult, first_devices, judged, model_of
+from rayapp.runs.tracking.metrics import read_metrics
 
 NUM_STEPS = 3
 MAX_LOG_PROB_DIFFERENCE = 0.05
 
 
-def train_split(context: CheckContext) -> Outcome:
-    """Servers and learners on GPUs of their own; weights over NCCL, on a CPU over gloo."""
+def train_split(context: CheckContext) -> CheckResult:
+    """Train with servers and learners on separate GPUs; weights over NCCL, or over gloo on a CPU."""
     return _train(context, "split", "nccl" if context.on_gpu else "gloo")
 
 
-def train_split_store(context: CheckContext) -> Outcome:
-    """The same with weights through Ray's object store, as a server that is started again gets them."""
+def train_split_store(context: CheckContext) -> CheckResult:
+    """Train split with weights through Ray's object store, the way a restarted server gets them."""
     return _train(context, "split", "object_store")
 
 
-def train_colocated(context: CheckContext) -> Outcome:
-    """Servers and learners on the same GPUs by turns; weights over CUDA IPC."""
+def train_colocated(context: CheckContext) -> CheckResult:
+    """Train with servers and learners taking turns on the same GPUs; weights over CUDA IPC."""
     return _train(context, "colocated", "ipc" if context.on_gpu else "object_store")
 
 
-def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
+def train_adapters(context: CheckContext) -> CheckResult:
+    """Train only adapters, colocated; the adapters go to servers through Ray's object store."""
+    return _train(context, "colocated", "object_store", {"learner": {"lora": {"rank": 8, "alpha": 16}}})
+
+
+def train_async(context: CheckContext) -> CheckResult:
+    """Train asynchronously: servers sample ahead while learners train, and new weights reach requests in flight."""
+    sampling: dict[str, dict[str, Any]] = {
+        "train": {"max_staleness": 1},
+        "algorithm": {"rollout_correction": {"level": "token"}},
+    }
+    return _train(context, "split", "nccl" if context.on_gpu else "gloo", sampling)
+
+
+def _train(
+    context: CheckContext, placement: str, transport: str, changes: Mapping[str, Mapping[str, Any]] | None = None
+) -> CheckResult:
     (context.folder / "letters.py").write_text(TASK)
     config = run_config(context, model_of(context), placement, transport)
+    for section, values in (changes or {}).items():
+        config[section] = {**config.get(section, {}), **values}
     file = context.folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     environment = dict(os.environ)
@@ -54,8 +71,8 @@ def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
 
 
 def passed_on(command: list[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run a command. Its exit code and the lines that it printed, which are this process's own lines at once: they are
-    what is known of a run that hangs."""
+    """Run a command; return its exit code and the lines it printed. Each line is also printed here at once, so that the
+    log shows how far a hanging run got."""
     lines: list[str] = []
     with subprocess.Popen(
         command, env={**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -75,7 +92,7 @@ def _reason(lines: list[str]) -> str:
 
 
 def run_config(context: CheckContext, model: str, placement: str, transport: str) -> dict[str, Any]:
-    """The configuration of such a run, as its file has it."""
+    """Return the run's config as its YAML file holds it."""
     num = context.num_gpus if context.on_gpu else 2
     learners = num if placement == "colocated" else num // 2
     servers = learners if placement == "colocated" else num - learners
@@ -104,15 +121,15 @@ def run_config(context: CheckContext, model: str, placement: str, transport: str
     }  # fmt: skip
 
 
-def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
-    """The row of a run that ended well, from its metrics."""
+def judge_run(transport: str, steps: list[dict[str, Any]]) -> CheckResult:
+    """Judge a run that exited with 0 by its metrics."""
     rows = [row for row in steps if "learner/grad_norm" in row]
     if len(rows) < NUM_STEPS:
         figure = f"{transport}: {len(rows)} of {NUM_STEPS} steps have a gradient's norm"
         return judged(figure, "the others trained on nothing, or it was not finite", "report it with this file")
     last = rows[-1]
     gb_s = sync_gb_s(rows)
-    differences = [float(row.get("rollout_probs_diff/mean", math.nan)) for row in rows]  # what is NaN is left out
+    differences = [float(row.get("rollout_probs_diff/mean", math.nan)) for row in rows]  # NaN is not recorded
     difference = max(differences, key=lambda value: (math.isnan(value), value))
     figure = (
         f"{transport} {gb_s:.3g} GB/s, a step {float(last.get('timing_s/step', math.nan)):.1f} s, sampled and trained "
@@ -130,7 +147,7 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
 
 
 def sync_gb_s(rows: list[dict[str, Any]]) -> float:
-    """GB a second of the fastest weight sync: the first includes forming the group."""
+    """Return the rate of the fastest weight sync in GB/s: the first one is slow, as it also forms the group."""
     rates = [
         float(row["weight_sync/bytes"])
         / (float(row["weight_sync/load_s"]) + float(row.get("weight_sync/export_s", 0.0)))

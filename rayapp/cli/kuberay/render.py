@@ -1,7 +1,11 @@
-"""Renders a run's config and Helm values as plain Kubernetes YAML, without a cluster and without the helm program.
+"""Render a run's config and Helm values as plain Kubernetes YAML, without a cluster and without the helm program.
 
-Called by `rayapp render-k8s` and by `scripts.kuberay_examples`. The chart in configs/kuberay/chart is the only source
-of the manifests: this module merges values, lets the Helm library render, and checks that the entrypoint it got trains.
+The chart in configs/kuberay/chart is the only source of the manifests: this module merges values and lets the Helm
+library render. Then it checks the result: the config and overrides of the entrypoint load, the pods have the memory
+that the run's processes need, and the RayJob passes those admission rules of KubeRay that no schema can express.
+
+KubeRay 1.7 checks these rules in its webhook; without a webhook, the operator sets a bad job to ValidationFailed. Each
+rule here is a function from the manifest to its complaints and yields none if it does not apply.
 """
 
 from __future__ import annotations
@@ -9,42 +13,184 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayapp.cli.kuberay.rules import check_rayjob
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
+from rayapp.learner.memory.gpus import GIB
+from rayapp.learner.memory.plan import plan_node
+from rayapp.learner.memory.shape import model_shape
+
+Manifest = dict[str, Any]
+MAX_NAME = 47
+"""Longest RayJob name: KubeRay appends a suffix to it for its clusters, and a label holds 63 characters."""
+
+_RESOURCES = {"num-cpus", "num-gpus", "memory", "resources"}
+
+
+def check_rayjob(job: Manifest) -> list[str]:
+    """Return all complaints about a RayJob; empty if KubeRay would accept it."""
+    return [complaint for rule in _RULES for complaint in rule(job)]
+
+
+def _name(job: Manifest) -> Iterator[str]:
+    name = job["metadata"]["name"]
+    if len(name) > MAX_NAME:
+        yield f"metadata.name {name!r} has {len(name)} characters, {MAX_NAME} are allowed"
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        yield f"metadata.name {name!r}: only a-z, 0-9 and -, starting with a letter and not ending with -"
+
+
+def _one_cluster(job: Manifest) -> Iterator[str]:
+    spec = job["spec"]
+    if bool(spec.get("rayClusterSpec")) == bool(spec.get("clusterSelector")):
+        yield "exactly one of rayClusterSpec and clusterSelector must be there"
+
+
+def _shutdown(job: Manifest) -> Iterator[str]:
+    spec = job["spec"]
+    shuts_down = spec.get("shutdownAfterJobFinishes", False)
+    ttl = spec.get("ttlSecondsAfterFinished", 0)
+    if ttl < 0:
+        yield f"ttlSecondsAfterFinished is {ttl}, it must not be negative"
+    if ttl > 0 and not shuts_down:
+        yield f"ttlSecondsAfterFinished is {ttl}, which needs shutdownAfterJobFinishes: true"
+    if spec.get("suspend") and not shuts_down:
+        yield "suspend needs shutdownAfterJobFinishes: true"
+    if spec.get("suspend") and spec.get("clusterSelector"):
+        yield "suspend and clusterSelector exclude each other"
+    if (spec.get("deletionStrategy") or {}).get("deletionRules") and shuts_down:
+        yield "deletionStrategy.deletionRules and shutdownAfterJobFinishes exclude each other"
+
+
+def _limits(job: Manifest) -> Iterator[str]:
+    spec = job["spec"]
+    if (backoff := spec.get("backoffLimit", 0)) < 0:
+        yield f"backoffLimit is {backoff}, it must not be negative"
+    for key in ("activeDeadlineSeconds", "preRunningDeadlineSeconds"):
+        if key in spec and spec[key] <= 0:
+            yield f"{key} is {spec[key]}, it must be positive"
+
+
+def _sidecar(job: Manifest) -> Iterator[str]:
+    spec = job["spec"]
+    if spec.get("submissionMode") != "SidecarMode":
+        return
+    for key in ("clusterSelector", "submitterPodTemplate", "submitterConfig"):
+        if spec.get(key):
+            yield f"submissionMode SidecarMode and {key} exclude each other"
+    policy = _head_pod(job).get("restartPolicy", "Never")
+    if policy != "Never":
+        yield f"submissionMode SidecarMode: restartPolicy of the head is {policy}, it must be Never"
+
+
+def _interactive(job: Manifest) -> Iterator[str]:
+    spec = job["spec"]
+    if spec.get("submissionMode") == "InteractiveMode" and spec.get("backoffLimit", 0):
+        yield f"submissionMode InteractiveMode: backoffLimit is {spec['backoffLimit']}, it must be 0"
+
+
+def _entrypoint(job: Manifest) -> Iterator[str]:
+    # Not a rule of KubeRay: it pastes this text into a shell command, so shell syntax in it would be executed.
+    spec = job["spec"]
+    if spec.get("submissionMode", "K8sJobMode") in ("K8sJobMode", "SidecarMode"):
+        text = spec.get("entrypoint", "")
+        if found := re.search(r"[^A-Za-z0-9_./:,= -]", text):
+            yield f"entrypoint has {found.group()!r}, which a shell reads as its own: only plain words are safe"
+
+
+def _groups(job: Manifest) -> Iterator[str]:
+    for where, group in all_groups(job):
+        started_with = group.get("rayStartParams") or {}
+        if group.get("resources") and (both := _RESOURCES & started_with.keys()):
+            yield f"{where}: resources are both in the group and in rayStartParams ({', '.join(sorted(both))})"
+        if "labels" in started_with:
+            yield f"{where}: labels belong into the group, not into rayStartParams"
+        if not group["template"]["spec"].get("containers"):
+            yield f"{where}: the first container must be Ray's, there is none"
+
+
+def _autoscaler(job: Manifest) -> Iterator[str]:
+    cluster = job["spec"].get("rayClusterSpec") or {}
+    is_kueue = "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {})
+    if not cluster.get("enableInTreeAutoscaling"):
+        return
+    if is_kueue:
+        yield "enableInTreeAutoscaling: Kueue admits clusters of a fixed size only"
+    for where, group in all_groups(job):
+        policy = group["template"]["spec"].get("restartPolicy", "Never")
+        if policy != "Never":
+            yield f"{where}: the autoscaler needs restartPolicy Never, not {policy}"
+
+
+def _replicas(job: Manifest) -> Iterator[str]:
+    for where, group in all_groups(job):
+        low, high = group.get("minReplicas", 0), group.get("maxReplicas", 2**31 - 1)
+        if low > high:
+            yield f"{where}: minReplicas {low} is above maxReplicas {high}"
+
+
+def _auth(job: Manifest) -> Iterator[str]:
+    cluster = job["spec"].get("rayClusterSpec") or {}
+    version = str(cluster.get("rayVersion") or "")
+    if (cluster.get("authOptions") or {}).get("mode") != "token":
+        return
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < (2, 52):
+        yield f"authOptions.mode token needs rayVersion 2.52 or newer, it is {version or 'not set'}"
+
+
+def _head_pod(job: Manifest) -> dict[str, Any]:
+    cluster = job["spec"].get("rayClusterSpec") or {}
+    pod: dict[str, Any] = cluster["headGroupSpec"]["template"]["spec"] if cluster else {}
+    return pod
+
+
+def all_groups(job: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the pod groups of a RayJob, each with its place in the manifest."""
+    cluster = job["spec"].get("rayClusterSpec") or {}
+    if cluster:
+        yield "headGroupSpec", cluster["headGroupSpec"]
+        for group in cluster.get("workerGroupSpecs") or []:
+            yield f"workerGroupSpecs {group['groupName']}", group
+
+
+_RULES: tuple[Callable[[Manifest], Iterator[str]], ...] = (
+    _name, _one_cluster, _shutdown, _limits, _sidecar, _interactive, _entrypoint, _groups, _autoscaler, _replicas,
+    _auth,
+)  # fmt: skip
+
 
 CHART = Path(__file__).parents[3] / "configs" / "kuberay" / "chart"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""A RayJob has a thousand lines: libyaml reads in a tenth of a second what takes Python one."""
+"""YAML loader: libyaml reads a RayJob (a thousand lines) in 0.1 s, Python's own loader in 1 s."""
 CONFIG_IN_POD = "/var/configs/run.yaml"
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """An installation of the chart, in Helm's word."""
+    """One installation of the chart (Helm's term)."""
 
     name: str
-    """Name of the RayJob and of the run; the other objects are named after it."""
+    """Name of the RayJob and of the run, and prefix of the other objects' names."""
     namespace: str
 
 
 def render(config: Config, release: Release, values: Values, *, chart: Path = CHART) -> dict[str, str]:
-    """Every manifest of a run.
+    """Return every manifest of a run.
 
     Args:
-        config: goes into the ConfigMap whole, with every default, so that a later release trains the same.
-        values: what differs from the chart's values.yaml.
+        config: written into the ConfigMap with every default filled in, so that a later release trains the same.
+        values: values that override the chart's values.yaml.
     Returns:
-        File name -> YAML, one or more documents each; templates that made nothing are left out.
+        File name -> YAML, one or more documents each; templates with empty output are left out.
     Raises:
         ConfigError: a value is unknown, out of range or contradicts another, or KubeRay would refuse the result.
         InputError: there is no chart, or the Helm library is not installed.
@@ -64,7 +210,7 @@ def render(config: Config, release: Release, values: Values, *, chart: Path = CH
 
 
 def merged(below: Values, above: Values) -> dict[str, Any]:
-    """Two sets of values as Helm merges them: maps key by key, anything else replaced."""
+    """Merge two sets of values as Helm does: maps key by key; any other value of `above` replaces that of `below`."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -73,7 +219,7 @@ def merged(below: Values, above: Values) -> dict[str, Any]:
 
 
 def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
-    """Values of several files and `key.sub=value` settings in Helm's own notation; later ones win.
+    """Read values from files and from `key.sub=value` settings in Helm's notation; later ones win.
 
     Raises:
         ConfigError: a file can't be read or is no YAML map, or a setting is malformed.
@@ -96,10 +242,10 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
 
 
 def _check(files: Mapping[str, str]) -> None:
-    """Check what neither the values' schema nor the CRD can say.
+    """Check rules that neither the values' schema nor the CRD can express.
 
     Raises:
-        ConfigError: KubeRay would refuse the RayJob, or the run its own command line.
+        ConfigError: KubeRay would refuse the RayJob, or the run would refuse its own command line.
     """
     job = yaml.load(files["rayjob.yaml"], LOADER)
     if problems := check_rayjob(job):
@@ -127,7 +273,7 @@ def _helm() -> Any:
 
 
 def _explain(message: str) -> str:
-    """Helm's message without its own file positions; the chart's `fail` texts say what to do."""
+    """Return Helm's message without its file positions; the chart's `fail` texts say what to do."""
     if found := re.search(r"execution error at \([^)]*\): (.+)", message, re.DOTALL):
         return f"values: {found.group(1).strip()}"
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
@@ -139,6 +285,39 @@ def _explain(message: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """The text without the blank lines that template actions leave at the edges of documents."""
+    """Remove the blank lines that template actions leave at the edges of documents."""
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n+(---\n)", r"\n\1", text.strip()).removeprefix("---\n") + "\n"
+
+
+_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def check_memory(files: Mapping[str, str], config: Config) -> None:
+    """Check that every pod with GPUs has the memory that `rayapp plan` gives for a node.
+
+    Args:
+        files: file name -> YAML, as `render` returns them.
+    Raises:
+        ConfigError: a pod has less; the message names the value to set.
+        InputError: the model's config.json can't be read.
+    """
+    shape = model_shape(config)
+    for where, group in all_groups(yaml.load(files["rayjob.yaml"], LOADER)):
+        limits: dict[str, Any] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        if not (num_gpus := int(limits.get("nvidia.com/gpu", 0))):
+            continue
+        node = plan_node(shape, config, num_gpus)
+        if node.total > bytes_of(limits["memory"]):
+            key = "head" if where == "headGroupSpec" else "workers"
+            raise ConfigError(
+                f"{key}.memory is {limits['memory']}, but a pod of {num_gpus} GPUs needs {node.described()}. "
+                f"Set {key}.memory={-(-node.total // GIB)}Gi, and more for code in sandboxes."
+            )
+
+
+def bytes_of(quantity: object) -> int:
+    """Return the bytes of a Kubernetes memory quantity such as 512Gi."""
+    text = str(quantity)
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    return int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))

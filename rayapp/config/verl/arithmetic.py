@@ -12,6 +12,7 @@ from rayapp.core.errors import ConfigError
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
+STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
@@ -20,6 +21,34 @@ def advantage(key: str, value: Any, values: Values) -> Landing:
     if value == "gae":
         raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
+
+
+def group_size(key: str, value: Any, values: Values) -> Landing:
+    """Trajectories per prompt; verl's default of 1 leaves nothing to compare them with."""
+    if int(value) < 2:
+        raise ConfigError(f"{key} = {value} can't be imported: a group needs at least 2 to compare. Set {key}=8.")
+    return Landing(settings={"rollout.group_size": int(value)}, note="trajectories per prompt")
+
+
+def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
+    """Learners of a micro-batch: verl's older key wins where it is above 1."""
+    return Landing(settings={"learner.sequence_parallel": _sequence_parallel(values)})
+
+
+def _sequence_parallel(values: Values) -> int:
+    older = int(values.get("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1))
+    newer = int(values.get("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", 1))
+    return older if older > 1 else newer
+
+
+def determinism(key: str, value: Any, values: Values) -> Landing:
+    """Repeating a run bit by bit, which runs on GPUs don't."""
+    if value and values.get("rayapp.cluster.device") != "cpu":
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: runs on GPUs don't repeat exactly here. Leave it out, or give "
+            "rayapp.cluster.device=cpu, where synchronous runs repeat."
+        )
+    return Landing(note="synchronous runs on CPU repeat anyway")
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
@@ -32,7 +61,8 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
     """verl counts sequences in a micro-batch, we count its tokens: enough for as many of the longest."""
-    longest = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    longest = -(-both // _sequence_parallel(values))
     if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
         tokens = int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])
         note = "from ppo_max_token_len_per_gpu"
@@ -80,7 +110,10 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
     if value is not None:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
-    rows = sum(_num_rows(file) for file in as_list(values["data.train_files"]))
+    files = [str(file) for file in as_list(values["data.train_files"])]
+    if absent := [file for file in files if not Path(file).is_file()]:
+        return Landing(note=f"{epochs} epochs can't be counted, as {absent[0]} is not here; {STEPS} says how many")
+    rows = sum(map(_num_rows, files))
     if rows < batch:
         raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
     note = f"{epochs} epochs x {rows} rows / {batch}; rows that are filtered for their length are counted"
@@ -88,11 +121,13 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _num_rows(file: str) -> int:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not Path(file).is_file():
-        raise ConfigError(f"{file} is not here, so its rows can't be counted: set trainer.total_training_steps")
-    return int(pq.read_metadata(file).num_rows)
+    try:
+        return int(pq.read_metadata(file).num_rows)
+    except pa.ArrowException as error:
+        raise ConfigError(f"data.train_files: {file} is no parquet file: {error}") from error
 
 
 def warmup(key: str, value: Any, values: Values) -> Landing:
@@ -101,7 +136,9 @@ def warmup(key: str, value: Any, values: Values) -> Landing:
     steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
     ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
     if steps == 0 and ratio > 0.0:
-        total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
+        total = num_steps(STEPS, values[STEPS], values)
+        if not total.settings:
+            return Landing(note=f"a share of the steps, and {total.note}")
         steps = int(ratio * total.settings["train.num_steps"])
     size = "actor_rollout_ref.actor.ppo_mini_batch_size"
     count = int(minibatches(size, values[size], values).settings["train.num_minibatches"])
@@ -131,6 +168,26 @@ def kl_loss(key: str, value: Any, values: Values) -> Landing:
     used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
     coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
     return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
+
+
+def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
+    """A KL taken from the reward of each token; nothing where its coefficient is 0."""
+    coef, kind = values.get("algorithm.kl_ctrl.kl_coef", 0.001), values.get("algorithm.kl_ctrl.type", "fixed")
+    if value and (float(coef) != 0.0 or kind != "fixed"):
+        raise ConfigError(
+            f"{key} = {value!r} with kl_ctrl.kl_coef = {coef} can't be imported: the KL is a term of the loss here, "
+            f"not of the reward. Set {key}=False, and actor_rollout_ref.actor.use_kl_loss=True for a KL in the loss."
+        )
+    return Landing(note="kl_ctrl.kl_coef is 0" if value else "no KL is taken from rewards")
+
+
+def replicas(key: str, value: Any, values: Values) -> Landing:
+    """Learners that shard one copy of the model; -1, or as many as there are GPUs, is all of them."""
+    total, size = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(value)
+    if size > 0 and total % min(size, total):
+        raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
+    copies = total // min(size, total) if size > 0 else 1
+    return Landing(settings={"learner.replicas": copies}, note=f"{copies} whole copies of the model")
 
 
 def eval_temperature(key: str, value: Any, values: Values) -> Landing:

@@ -1,9 +1,13 @@
-"""Makes a `Config` of verl's keys, and a table of what became of each. Called by the CLI."""
+"""Makes a `Config` of verl's keys, and a table of what became of each. Called by the CLI.
+
+A verl configuration as flat keys: the YAML file and Hydra's overrides, without verl or Hydra. Reads one file.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +16,198 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
+from rayapp.config.verl.arithmetic import STEPS
 from rayapp.config.verl.keys import DEFAULTS, TABLE
-from rayapp.config.verl.reading import read_verl
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect
+from rayapp.config.verl.script import read_script
 from rayapp.core.errors import ConfigError
+
+_HYDRA = ("hydra", "defaults")
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+_BASES = ("ppo_trainer", "_self_")
+_HYDRA_OPTIONS = {
+    "--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path", "--config-name": "name",
+    "-cn": "name",
+}  # fmt: skip
+
+
+def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Every key that the user set, in order, e.g. {"data.train_batch_size": 16}.
+
+    Args:
+        path: the file that `--config-name` names; None for none.
+        overrides: as on verl's command line: key=value, +key=value or ++key=value.
+    Raises:
+        ConfigError: the file can't be read, rests on another base than ppo_trainer, or an override is malformed.
+    """
+    if path is not None and _is_script(Path(path)):
+        path, overrides = _of_script(Path(path), overrides)
+    values = dict(_flat(_load(Path(path)))) if path is not None else {}
+    for override in overrides:
+        key, value = _parse_override(override)
+        # An override of a whole section replaces what the file says below it.
+        for below in [name for name in values if name.startswith(f"{key}.")]:
+            del values[below]
+        values |= dict(_flat({key: value}))
+    return _interpolated(values, path or "of the overrides")
+
+
+def _is_script(path: Path) -> bool:
+    if path.suffix in (".sh", ".bash"):
+        return True
+    try:
+        with path.open("rb") as file:
+            return path.suffix not in (".yaml", ".yml") and file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the file that a script's command names, if any, and its overrides with further ones after them."""
+    launch = read_script(path, overridden=[override.partition("=")[0].lstrip("+") for override in overrides])
+    options: dict[str, str] = {}
+    found: list[str] = []
+    arguments = iter(launch.arguments)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not name.startswith("-"):
+            found.append(argument)
+        elif name in _HYDRA_OPTIONS:
+            options[_HYDRA_OPTIONS[name]] = value if equals else next(arguments, "")
+        else:
+            raise ConfigError(f"verl script {path}: the option {argument} can't be imported; leave it out")
+    name = options.get("name", "ppo_trainer").removesuffix(".yaml")
+    if name in _BASES:
+        return None, [*found, *overrides]
+    if "megatron" in name:
+        raise ConfigError(
+            f"verl script {path}: {name} trains with Megatron, which is not here. Use ppo_trainer (FSDP)."
+        )
+    folders = [Path(options.get("path", ".")), path.parent / options.get("path", ".")]
+    file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    if file is None:
+        raise ConfigError(
+            f"verl script {path}: {folders[0] / name}.yaml is not here. Give the file and the overrides without the "
+            "script: --verl FILE.yaml KEY=VALUE ..."
+        )
+    return file, [*found, *overrides]
+
+
+def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """`${data.max_prompt_length}` and the like, as Hydra fills them in."""
+    if not any(isinstance(value, str) and "${" in value for value in values.values()):
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = OmegaConf.create()
+    try:
+        for key, value in values.items():
+            OmegaConf.update(tree, key, value, force_add=True)
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"verl config {path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(resolved, dict)
+    return dict(_flat({str(key): value for key, value in resolved.items()}))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    data = _yaml(path)
+    merged: dict[str, Any] = {}
+    for entry in data.get("defaults") or []:
+        merged = _merged(merged, _default(path, entry))
+    return _merged(merged, {key: value for key, value in data.items() if key not in _HYDRA})
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"verl config {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"verl config {path} is no YAML: {error}") from error
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(f"verl config {path}: sections such as `data:` were expected")
+    if data and not isinstance(data.get("defaults") or [], list):
+        raise ConfigError(f"verl config {path}: defaults must be a list, as Hydra reads it")
+    return data or {}
+
+
+def _default(path: Path, entry: Any) -> dict[str, Any]:
+    """Return the sections that one entry of a `defaults` list adds; verl's own are known without its files."""
+    if entry in _BASES or entry is None or (isinstance(entry, dict) and "model_engine" in entry):
+        engine = entry.get("model_engine", "dp") if isinstance(entry, dict) else "dp"
+        return {} if engine == "dp" else {"model_engine": engine}
+    [(name, chosen)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", entry)]
+    group, _, package = str(name).removeprefix("optional ").removeprefix("override ").partition("@")
+    file = path.parent / group.lstrip("/") / f"{str(chosen).removesuffix('.yaml')}.yaml"
+    # Files of verl's own, beside its ppo_trainer.yaml, hold the defaults that are known here.
+    if _is_verls_own(path):
+        return {}
+    if not file.is_file():
+        raise ConfigError(
+            f"verl config {path}: its defaults name {entry!r}, and {file} is not there. Known without a file are "
+            f"{', '.join(_BASES)}; put that file's keys into this one, or give them as overrides."
+        )
+    if file.resolve() == path.resolve():
+        raise ConfigError(f"verl config {path}: its defaults name itself")
+    sections = (package or group.strip("/").replace("/", ".")).removeprefix("_global_").split(".")
+    found = _load(file)
+    for section in reversed([section for section in sections if section]):
+        found = {section: found}
+    return found
+
+
+def _is_verls_own(path: Path) -> bool:
+    return any(isinstance(entry, dict) and "model_engine" in entry for entry in _yaml(path).get("defaults") or [])
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(under[key], value) if isinstance(value, dict) and isinstance(under.get(key), dict) else value
+        for key, value in over.items()
+    }
+    return under | both
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    key = key.lstrip("+")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form key=value, as on verl's command line")
+    if key.startswith("~"):
+        raise ConfigError(f"override {override!r}: deleting keys can't be imported; leave the key out of the file")
+    try:
+        return key, yaml_number(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: its value is no YAML: {error}") from error
+
+
+def yaml_number(value: Any) -> Any:
+    """`1e-6` is a number to Hydra, and a text to YAML 1.1, which wants `1.0e-6`."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", yaml_number(value)
+
 
 OURS = "rayapp."
 """Begins an override of one of our own keys."""
+COUNTS = (
+    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.n_gpus_per_node",
+    "trainer.nnodes", "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+)  # fmt: skip
+"""Keys of verl's that others are divided by or multiplied with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class KeyRow:
     """One key of the table that the user reads."""
 
     key: str
@@ -44,17 +229,25 @@ class Imported:
     config: Config
     settings: Mapping[str, Any]
     """Our keys, dotted, that differ from our defaults or were named."""
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
+
+    @property
+    def uncounted(self) -> str:
+        """Why train.num_steps is our default and not verl's number; empty where it is verl's."""
+        counted = "train.num_steps" in self.settings
+        return "" if counted else next(row.landing.note for row in self.rows if row.key == STEPS)
 
     def to_yaml(self) -> str:
         """A config file for `rayapp train`."""
-        return yaml.safe_dump(_nested(self.settings), sort_keys=False, allow_unicode=True, width=120)
+        head = f"# Set train.num_steps: {self.uncounted}\n" if self.uncounted else ""
+        return head + yaml.safe_dump(_nested(self.settings), sort_keys=False, allow_unicode=True, width=120)
 
 
-def import_verl(path: str | Path, overrides: Sequence[str] = ()) -> Imported:
+def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Imported:
     """Import verl's file with verl's overrides.
 
     Args:
+        path: the file that `--config-name` names; None where it is verl's own ppo_trainer, as in most launch scripts.
         overrides: as on verl's command line; `rayapp.KEY=VALUE` sets a key of ours, and wins.
     Raises:
         ConfigError: keys are unknown (all of them are named), a value can't be honoured, or the result contradicts
@@ -63,33 +256,61 @@ def import_verl(path: str | Path, overrides: Sequence[str] = ()) -> Imported:
     ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
     given = read_verl(path, [override for override in overrides if not override.startswith(OURS)])
     values = given | {key: value for key, value in DEFAULTS.items() if key not in given}
-    rules = _rules_of(values)
-    rows = tuple(
-        Row(key=key, value=value, landing=_landing(rules[key], key, value, values), is_default=key not in given)
-        for key, value in values.items()
-    )
-    settings = _settings(rows)
-    if not settings.get("data.train_files"):
-        raise ConfigError(f"verl config {path}: data.train_files is not set, by the file or by an override")
-    settings |= dict(_our_setting(override) for override in ours)
-    config = load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
-    return Imported(config=config, settings=settings, rows=rows)
+    own = dict(_our_setting(override) for override in ours)
+    problems = _needed(values)
+    known = values | {key: DEFAULTS[key] for key in COUNTS if key in problems}
+    known |= {f"{OURS}{key}": value for key, value in own.items()}
+    rows = []
+    for key, value in values.items():
+        try:
+            landing = _landing(key, value, known) if key not in problems else Landing()
+            rows.append(KeyRow(key=key, value=value, landing=landing, is_default=key not in given))
+        except ConfigError as error:
+            problems[key] = str(error)
+    if problems:
+        # Several keys of one section may be refused for the same reason.
+        raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems.values())))
+    settings = _settings(rows) | own
+    return Imported(config=_loaded(settings, rows), settings=settings, rows=tuple(rows))
 
 
-def _landing(rule: Rule, key: str, value: Any, values: Values) -> Landing:
+def _loaded(settings: Mapping[str, Any], rows: Sequence[KeyRow]) -> Config:
+    try:
+        return load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
+    except ConfigError as error:
+        said = [
+            f"{key} comes of {row.key} = {row.value}"
+            for row in rows
+            for key in row.landing.settings
+            if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
+        ]
+        raise ConfigError("\n  ".join([str(error), *dict.fromkeys(said)])) from error
+
+
+def _needed(values: Values) -> dict[str, str]:
+    """Return what is wrong with the keys that the rules of other keys count with, by key."""
+    wrong = {
+        key: f"{key} = {values[key]!r} can't be imported: it must be a whole number, at least 1"
+        for key in COUNTS
+        if not isinstance(values[key], int) or isinstance(values[key], bool) or values[key] < 1
+    }
+    if not values.get("data.train_files"):
+        wrong["data.train_files"] = (
+            "data.train_files is not set, by verl's file or by an override: give data.train_files=FILE"
+        )
+    return wrong
+
+
+def _landing(key: str, value: Any, values: Values) -> Landing:
+    rule = _rule(key)
+    if rule is None:
+        raise ConfigError(_unknown(key))
     try:
         return rule(key, value, values)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
         raise ConfigError(f"{key} = {value!r} can't be imported: {error}") from error
-
-
-def _rules_of(values: Mapping[str, Any]) -> dict[str, Rule]:
-    found = {key: _rule(key) for key in values}
-    if unknown := [key for key, rule in found.items() if rule is None]:
-        raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(_unknown(key) for key in unknown))
-    return {key: rule for key, rule in found.items() if rule is not None}
 
 
 def _rule(key: str) -> Rule | None:
@@ -103,11 +324,18 @@ def _rule(key: str) -> Rule | None:
 
 
 def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, TABLE, n=1, cutoff=0.8)
-    return f"{key}: " + (f"did you mean {near[0]}?" if near else "no rule says what it means here; leave it out")
+    """Say what is wrong with a key; a near miss is one of the same section."""
+    if "@" in key:
+        return f"{key}: it chooses another file of verl's configuration; give that file's keys one by one"
+    section, _, name = key.rpartition(".")
+    names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f"{key}: " + (
+        f"did you mean {section}.{near[0]}?" if near else "no rule says what it means here; leave it out"
+    )
 
 
-def _settings(rows: Sequence[Row]) -> dict[str, Any]:
+def _settings(rows: Sequence[KeyRow]) -> dict[str, Any]:
     """All settings; where two keys go to the same place, what the user said wins over verl's default."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}

@@ -10,10 +10,12 @@ from typing import Any
 
 from rayapp.config.verl import arithmetic
 from rayapp.config.verl.keys_without_counterpart import REST
-from rayapp.config.verl.rules import Rule, choice, no_effect, only, optional, to
+from rayapp.config.verl.rules import Rule, choice, choice_without_effect, no_effect, only, optional, refused, to
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_FSDP = f"{_ACTOR}.fsdp_config"
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
+_ENGINE = "learners shard with FSDP2, and this section is another engine's. Use verl's FSDP command of the model"
 _NO_CRITIC = "no critic: the advantage comes from the group"
 _ALWAYS = "always so here"
 _OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.offload_when_idle=true moves both"
@@ -21,6 +23,14 @@ _LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_
 _SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
 _VLLM_OWN = "vLLM's own default is taken"
 _NOT_READ = "not read by verl's GRPO either, or its own machinery"
+_EVALUATES = "evaluation samples the model's own distribution, so its numbers differ from verl's"
+_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+_OF_FSDP = (
+    "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "seed", "use_torch_compile",
+    "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing", "pad_to_length",
+    "pad_to_length_bucket", "use_no_sync_for_gradient_accumulation",
+)  # fmt: skip
+"""Keys of fsdp_config that change the time or the memory of a step, and not its result."""
 
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -101,7 +111,8 @@ DATA: dict[str, Rule] = {
 ALGORITHM: dict[str, Rule] = {
     "algorithm.adv_estimator": arithmetic.advantage,
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_adv_by_std", bool),
-    "algorithm.use_kl_in_reward": only(False, why="the KL is a term of the loss (use_kl_loss), not of the reward"),
+    "algorithm.use_kl_in_reward": arithmetic.kl_in_reward,
+    "algorithm.gdpo_reward_keys": optional("algorithm.gdpo_reward_terms", arithmetic.as_list),
     "algorithm.kl_ctrl.*": no_effect("only read with use_kl_in_reward"),
     "algorithm.kl_penalty": no_effect("only read with use_kl_in_reward"),
     "algorithm.gamma": only(1.0, 1, why="rewards are not discounted over tokens"),
@@ -144,7 +155,7 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": no_effect("goes to learner.max_tokens_per_microbatch with use_dynamic_bsz"),
     f"{_ACTOR}.use_torch_compile": no_effect("rayapp.learner.compile=true compiles norms, positions and MLPs"),
     f"{_ACTOR}.strategy": only("fsdp", "fsdp2", why="learners shard with FSDP2"),
-    f"{_ACTOR}.ulysses_sequence_parallel_size": to("learner.sequence_parallel", int),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
@@ -155,11 +166,28 @@ LEARNER: dict[str, Rule] = {
     f"{_OPTIM}.lr_scheduler_type": choice("learner.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
     f"{_OPTIM}.min_lr_ratio": optional("learner.optimizer.min_lr_ratio", float),
     f"{_OPTIM}.total_training_steps": no_effect("the schedule ends with the run"),
-    f"{_ACTOR}.fsdp_config.param_offload": no_effect(_OFFLOAD),
-    f"{_ACTOR}.fsdp_config.optimizer_offload": no_effect(_OFFLOAD),
-    f"{_ACTOR}.fsdp_config.offload_policy": to("learner.cpu_offload", bool),
-    f"{_ACTOR}.fsdp_config.fsdp_size": only(-1, why="set rayapp.learner.replicas, learners divided by fsdp_size"),
-    f"{_ACTOR}.fsdp_config.*": no_effect("the learner's own FSDP2 settings are taken"),
+    f"{_FSDP}.param_offload": no_effect(_OFFLOAD),
+    f"{_FSDP}.optimizer_offload": no_effect(_OFFLOAD),
+    f"{_FSDP}.offload_policy": to("learner.cpu_offload", bool),
+    f"{_FSDP}.fsdp_size": arithmetic.replicas,
+    **{f"{_FSDP}.{name}": no_effect("the learner's own FSDP2 settings are taken") for name in _OF_FSDP},
+    f"{_FSDP}.model_dtype": no_effect("parameters and optimizer state are float32 here"),
+    f"{_FSDP}.dtype": choice("learner.compute_dtype", _DTYPES),
+    f"{_FSDP}.mixed_precision": only(None, {}, why="give fsdp_config.dtype"),
+    f"{_FSDP}.mixed_precision.param_dtype": choice("learner.compute_dtype", _DTYPES),
+    f"{_FSDP}.mixed_precision.*": choice_without_effect(
+        _DTYPES, note="gradients are reduced and buffers kept in float32, at least as precise"
+    ),
+    f"{_FSDP}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
+    f"{_FSDP}.full_determinism": arithmetic.determinism,
+    f"{_FSDP}.strategy": only("fsdp", "fsdp2", why="learners shard with FSDP2"),
+    f"{_FSDP}.forward_only": only(False, why="the policy is trained"),
+    f"{_FSDP}.qat": only(None, {}, why="the policy is trained in learner.compute_dtype"),
+    f"{_FSDP}.qat.enable": only(False, why="the policy is trained in learner.compute_dtype"),
+    f"{_FSDP}.qat.*": no_effect("only read with qat.enable"),
+    f"{_FSDP}.turbo_config.*": no_effect("only read with strategy=fsdp_turbo"),
+    f"{_ACTOR}.megatron.*": only(None, why="learners shard with FSDP2, without Megatron: give actor.strategy=fsdp2"),
+    **{f"{_ACTOR}.{name}.*": refused(f"{_ACTOR}.{name}", why=_ENGINE) for name in ("engine", "veomni", "torchtitan")},
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
     f"{_ACTOR}.checkpoint.load_contents": no_effect("a resumed run loads what was saved"),
     f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous", bool),
@@ -177,7 +205,7 @@ LEARNER: dict[str, Rule] = {
 ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.name": only("vllm", why="rollouts run on vLLM"),
     f"{_ROLLOUT}.mode": only("async", why="every trajectory goes on by itself"),
-    f"{_ROLLOUT}.n": to("rollout.group_size", int, note="trajectories per prompt"),
+    f"{_ROLLOUT}.n": arithmetic.group_size,
     f"{_ROLLOUT}.temperature": to("rollout.temperature", float),
     f"{_ROLLOUT}.top_p": only(1, 1.0, why=_SAMPLING),
     f"{_ROLLOUT}.top_k": only(-1, why=_SAMPLING),
@@ -189,6 +217,7 @@ ROLLOUT: dict[str, Rule] = {
     ),
     f"{_ROLLOUT}.enforce_eager": to("server.enforce_eager", bool),
     f"{_ROLLOUT}.max_num_seqs": to("server.max_num_seqs", int),
+    f"{_ROLLOUT}.max_num_batched_tokens": to("server.max_num_batched_tokens", int),
     f"{_ROLLOUT}.dtype": to("server.dtype"),
     f"{_ROLLOUT}.enable_rollout_routing_replay": to("learner.router_replay", bool, note="router_replay.mode R3"),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": no_effect(_LOG_PROBS),
@@ -201,7 +230,6 @@ ROLLOUT: dict[str, Rule] = {
     **dict.fromkeys(
         (
             f"{_ROLLOUT}.enable_chunked_prefill",
-            f"{_ROLLOUT}.max_num_batched_tokens",
             f"{_ROLLOUT}.disable_log_stats",
             f"{_ROLLOUT}.load_format",
             f"{_ROLLOUT}.free_cache_engine",
@@ -228,8 +256,8 @@ ROLLOUT: dict[str, Rule] = {
     f"{_VAL}.n": to("eval.samples_per_task", int),
     f"{_VAL}.temperature": arithmetic.eval_temperature,
     f"{_VAL}.do_sample": no_effect("temperature counts if it is on"),
-    f"{_VAL}.top_p": only(1, 1.0, why="evaluation samples the model's own distribution too"),
-    f"{_VAL}.top_k": only(-1, why="evaluation samples the model's own distribution too"),
+    f"{_VAL}.top_p": no_effect(_EVALUATES),
+    f"{_VAL}.top_k": no_effect(_EVALUATES),
     f"{_ROLLOUT}.profiler.*": no_effect("verl's profiler"),
 }
 
@@ -261,6 +289,8 @@ TRAINER: dict[str, Rule] = {
     "reward.custom_reward_function.path": arithmetic.custom_reward,
     "reward.custom_reward_function.name": no_effect("goes with reward.custom_reward_function.path"),
     "reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
+    "hydra.*": no_effect("Hydra's own: it is not used here"),
+    "model_engine": only("dp", None, why="learners shard with FSDP2: Megatron, VeOmni and TorchTitan are not here"),
     "ray_kwargs.*": no_effect("see cluster.*"),
 }
 

@@ -2,13 +2,77 @@
 
 Most are features that are off by default: off is the same here, and anything else is refused, because it would change
 the training. What only concerns verl's own machinery has no effect, whatever its value.
+
+The rule of the import for verl's `distillation`. Used by `keys_without_counterpart.py`.
 """
 
 from __future__ import annotations
 
-from rayapp.config.verl import groups
-from rayapp.config.verl.distillation import distillation
-from rayapp.config.verl.rules import Rule, no_effect, only
+from typing import Any
+
+from rayapp.config.verl import rules
+from rayapp.config.verl.arithmetic import determinism
+from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only
+from rayapp.core.errors import ConfigError
+
+_LOSS = "distillation.distillation_loss"
+_ESTIMATED = {
+    # As an advantage the log-ratio itself; as a loss, the estimator whose gradient is that advantage's.
+    (True, "k1"): "reverse",
+    (True, "kl"): "reverse",
+    (False, "k2"): "reverse",
+    (False, "mse"): "reverse",
+    (False, "k3"): "forward",
+    (False, "low_var_kl"): "forward",
+}
+"""Of sampled tokens alone: by use_policy_gradient and loss_mode, the KL whose gradient it is."""
+
+
+def distillation(key: str, value: Any, values: Values) -> Landing:
+    """All keys of the section at once: they mean something together."""
+    if not value:
+        return Landing(note="no teacher")
+    settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
+    takes_rewards = bool(values.get(f"{_LOSS}.use_task_rewards", True))
+    settings |= {
+        "distillation.teacher": _teacher(values),
+        "distillation.weight": float(values.get(f"{_LOSS}.distillation_loss_coef", 1.0)) if takes_rewards else 1.0,
+        "distillation.reward_weight": float(takes_rewards),
+    }
+    return Landing(settings=settings, note="the learners hold the teacher, and it has no servers of its own")
+
+
+def _kl(values: Values) -> dict[str, Any]:
+    mode, as_advantage = values.get(f"{_LOSS}.loss_mode", "k3"), bool(values.get(f"{_LOSS}.use_policy_gradient", False))
+    clamp, floor = values.get(f"{_LOSS}.loss_max_clamp"), values.get(f"{_LOSS}.log_prob_min_clamp")
+    if floor is not None or (clamp is not None and not as_advantage):
+        name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
+        raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: no such limit is here. Set it to null.")
+    if mode == "forward_kl_topk" and not as_advantage:
+        return {"kl": "forward", "kl_over": "top_k", "top_k": int(values.get(f"{_LOSS}.topk", 32))}
+    if (as_advantage, mode) not in _ESTIMATED:
+        known = ", ".join(f"{known} with use_policy_gradient={on}" for on, known in _ESTIMATED)
+        raise ConfigError(
+            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; known here are: "
+            f"{known}, forward_kl_topk with use_policy_gradient=False"
+        )
+    return {"kl": _ESTIMATED[as_advantage, mode], "kl_over": "sampled", "max_log_ratio": clamp}
+
+
+def _teacher(values: Values) -> str:
+    """The one model that teaches; verl's own entry counts where there is no other."""
+    models = {
+        key.split(".")[2]: str(path)
+        for key, path in values.items()
+        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path") and path
+    }
+    if len(models) > 1:
+        models.pop("teacher_model", None)
+    if len(models) != 1:
+        found = f"teachers {', '.join(models)} are named" if models else "no teacher_models.*.model_path is set"
+        raise ConfigError(f"distillation.enabled = True can't be imported: {found}, and a run here has one teacher.")
+    return next(iter(models.values()))
+
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REF, _OPTIM, _TRACE = "actor_rollout_ref.ref", f"{_ACTOR}.optim", f"{_ROLLOUT}.trace"
@@ -22,17 +86,17 @@ def _all(why: str, *keys: str) -> dict[str, Rule]:
 
 
 DAPO: dict[str, Rule] = {
-    f"{_FILTER}.enable": groups.filter_groups,
-    f"{_FILTER}.metric": groups.filter_metric,
+    f"{_FILTER}.enable": rules.filter_groups,
+    f"{_FILTER}.metric": rules.filter_metric,
     f"{_FILTER}.max_num_gen_batches": no_effect("counts where filter_groups.enable is on"),
     f"{_FILTER}.max_inflight_gen_batches": no_effect("replacements start one by one, as slots become free"),
-    "reward_model.reward_manager": groups.reward_manager,
-    "reward.reward_manager.name": groups.reward_manager,
+    "reward_model.reward_manager": rules.reward_manager,
+    "reward.reward_manager.name": rules.reward_manager,
     "reward.reward_manager.source": only("register", None, why="give a function of your own as reward.custom"),
     "reward.reward_manager.module.*": no_effect("only read with reward_manager.source=importlib"),
-    "reward_model.reward_kwargs.*": groups.reward_kwargs,
-    "reward.reward_kwargs.*": groups.reward_kwargs,
-    "reward_model.overlong_buffer.*": groups.reward_kwargs,
+    "reward_model.reward_kwargs.*": rules.reward_kwargs,
+    "reward.reward_kwargs.*": rules.reward_kwargs,
+    "reward_model.overlong_buffer.*": rules.reward_kwargs,
 }
 
 REWARD: dict[str, Rule] = {
@@ -67,7 +131,7 @@ REWARD: dict[str, Rule] = {
 }
 
 TRACES: dict[str, Rule] = {
-    f"{_TRACE}.backend": groups.trace,
+    f"{_TRACE}.backend": rules.trace,
     f"{_TRACE}.token2text": no_effect("traces hold text anyway"),
     f"{_TRACE}.max_samples_per_step_per_worker": no_effect("counts where trace.backend is set"),
     **_all("traces belong to the run's MLflow experiment", f"{_TRACE}.project_name", f"{_TRACE}.experiment_name"),
@@ -80,8 +144,8 @@ AGENT: dict[str, Rule] = {
     "data.function_tool_path": only(None, why="name your class in the tool file (docs/tools.md)"),
     f"{_ROLLOUT}.multi_turn.interaction_config_path": only(None, why="tools are the only ones that answer the policy"),
     f"{_ROLLOUT}.multi_turn.num_repeat_rollouts": only(None, why="rollout.group_size says how many"),
-    f"{_ROLLOUT}.prompt_length": groups.same_as("data.max_prompt_length"),
-    f"{_ROLLOUT}.response_length": groups.same_as("data.max_response_length"),
+    f"{_ROLLOUT}.prompt_length": rules.same_as("data.max_prompt_length"),
+    f"{_ROLLOUT}.response_length": rules.same_as("data.max_response_length"),
 }
 
 ENGINE: dict[str, Rule] = {
@@ -105,7 +169,7 @@ ENGINE: dict[str, Rule] = {
     f"{_ROLLOUT}.prometheus.*": no_effect("metrics are Ray's (docs/operate.md)"),
     f"{_ROLLOUT}.checkpoint_engine.*": no_effect("new weights reach the servers through the object store"),
     f"{_ROLLOUT}.router_config_path": only(None, why="groups go to the server with the fewest"),
-    f"{_ROLLOUT}.full_determinism": no_effect("synchronous runs on CPU repeat anyway"),
+    f"{_ROLLOUT}.full_determinism": determinism,
     **_all(
         "vLLM's own default is taken",
         f"{_ROLLOUT}.cudagraph_capture_sizes",
@@ -126,15 +190,20 @@ ENGINE: dict[str, Rule] = {
 
 POLICY: dict[str, Rule] = {
     **{
-        f"{_ACTOR}.policy_loss.{name}": groups.loss_option
+        f"{_ACTOR}.policy_loss.{name}": rules.loss_option
         for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+    },
+    **{
+        f"{section}.{name}": rules.loss_option
+        for section in (_ACTOR, f"{_ACTOR}.policy_loss")
+        for name in ("tau_pos", "tau_neg")
     },
     f"{_ACTOR}.loss_scale_factor": only(None, why="the divisor is the longest response"),
     f"{_ACTOR}.ppo_micro_batch_size": only(None, why="give ppo_micro_batch_size_per_gpu"),
-    f"{_ACTOR}.tau_pos": only(1.0, why="give it in algorithm.policy_loss_options"),
-    f"{_ACTOR}.tau_neg": only(1.05, why="give it in algorithm.policy_loss_options"),
     f"{_ACTOR}.qat.enable": only(False, why="the policy is trained in learner.compute_dtype"),
     f"{_ACTOR}.qat.*": no_effect(_OFF),
+    f"{_ACTOR}.router_replay.mode": only("disabled", "R3", why="give rollout.enable_rollout_routing_replay"),
+    f"{_ACTOR}.router_replay.*": only(None, why="experts are replayed from the servers, not from files"),
     f"{_ACTOR}.checkpoint.strict": no_effect("a checkpoint must fit the model"),
     f"{_ACTOR}.checkpoint.mbridge_config": no_effect("verl's Megatron"),
     **_all(
@@ -166,7 +235,7 @@ POLICY: dict[str, Rule] = {
     f"{_MODEL}.external_lib": only(None, why="no code is imported for its side effects"),
     f"{_MODEL}.override_config": only(None, {}, why="change config.json of a copy of the model"),
     f"{_MODEL}.override_config.*": only(None, why="change config.json of a copy of the model"),
-    f"{_MODEL}.enable_activation_offload": only(False, why="activations are recomputed, not moved"),
+    f"{_MODEL}.enable_activation_offload": no_effect("activations are recomputed, not moved: the same numbers"),
     f"{_MODEL}.exclude_modules": only(None, why="name the modules that get adapters: target_modules"),
     f"{_MODEL}.lora_adapter_path": only(None, why="adapters start anew; merge older ones into the model"),
     f"{_MODEL}.use_liger": no_effect("the learner has its own packed attention and chunked head"),
@@ -197,6 +266,8 @@ DATA_REST: dict[str, Rule] = {
     "data.apply_chat_template_kwargs.*": only(None, why="give a .jinja file as agent.chat_template"),
     "data.sampler.class_path": only(None, why="rows come in an order of each epoch's own"),
     "data.sampler.class_name": only(None, why="rows come in an order of each epoch's own"),
+    "data.continuous_token.enable": only(False, why="turns are kept as they were sampled"),
+    "data.continuous_token.*": no_effect(_OFF),
     "data.datagen.*": only(None, why="rows come from files"),
     **_all(
         _TRAINS_TEXT,

@@ -2,6 +2,9 @@
 
 A rule takes a key's value and all values, and says where the value goes here, or why it has no effect. One that can't
 be honoured raises: nothing that changes the training is dropped in silence.
+
+Rules of the import for whole features: DAPO's groups and lengths, reward managers, traces. Used by
+`keys_without_counterpart.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayapp.config.algorithm import options_of
 from rayapp.core.errors import ConfigError
 
 Values = Mapping[str, Any]
@@ -83,5 +87,135 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
             known = ", ".join(str(name) for name in names)
             raise ConfigError(f"{key} = {value!r} can't be imported; known here are: {known}")
         return Landing(settings={target: names[value]}, note=note)
+
+    return rule
+
+
+def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
+    """A word of verl's that changes nothing here; any other is refused.
+
+    Raises (the rule): ConfigError.
+    """
+    chosen = choice("", names)
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        chosen(key, value, values)
+        return Landing(note=note)
+
+    return rule
+
+
+def refused(section: str, *, why: str) -> Rule:
+    """A section of which nothing can be imported: all of its keys have one message.
+
+    Raises (the rule): ConfigError.
+    """
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        raise ConfigError(f"{section}.* can't be imported: {why}.")
+
+    return rule
+
+
+_FILTER = "algorithm.filter_groups"
+_TRACE = "actor_rollout_ref.rollout.trace"
+_BATCHES_WITHOUT_LIMIT = 10
+_REWARD_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")
+_SHAPES_REWARDS = ("overlong_buffer.enable", "overlong_buffer_cfg.enable", "custom_reward_function.path")
+_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo")
+
+
+def filter_groups(key: str, value: Any, values: Values) -> Landing:
+    """Groups of equal rewards are replaced; verl counts batches that it may generate, we count groups replaced."""
+    settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(value)}
+    if not value:
+        return Landing(settings=settings)
+    batch = int(values["data.train_batch_size"])
+    generated = int(values.get("data.gen_batch_size") or batch)
+    most = int(values.get(f"{_FILTER}.max_num_gen_batches") or 0)
+    dropped = (most or _BATCHES_WITHOUT_LIMIT) * generated - batch
+    settings["algorithm.dynamic_sampling.max_dropped_per_step"] = max(1, dropped)
+    limit = f"{most} batches" if most > 0 else f"no limit in verl, {_BATCHES_WITHOUT_LIMIT} batches here"
+    return Landing(settings=settings, note=f"{limit}; past it groups are kept, where verl stops")
+
+
+def filter_metric(key: str, value: Any, values: Values) -> Landing:
+    """Return no setting: rewards are compared here, and `acc` only where it differs exactly when they do."""
+    if not values.get(f"{_FILTER}.enable") or value in (None, *_REWARD_METRICS):
+        return Landing(note="groups are compared by their rewards")
+    others = [name for name in values if values[name] and name.endswith(_SHAPES_REWARDS)]
+    if value != "acc" or others:
+        why = f", and {others[0]} makes them differ from {value}" if others else ""
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: groups are compared by their rewards{why}. Set {key}=reward."
+        )
+    return Landing(note="groups are compared by their rewards, which are right or wrong as acc is")
+
+
+def reward_manager(key: str, value: Any, values: Values) -> Landing:
+    """verl's managers differ in how they go about it; `dapo` can punish long answers too, see `reward_kwargs`."""
+    if value not in (None, *_MANAGERS):
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
+            "as rayapp.reward.custom."
+        )
+    return Landing(note="rows are scored one by one, by the rule of their data_source")
+
+
+def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
+    """`overlong_buffer_cfg` of the manager `dapo`, wherever a version of verl keeps it."""
+    section, _, name = key.rpartition(".")
+    if not section.endswith(("overlong_buffer_cfg", "overlong_buffer")):
+        if name == "max_resp_len":
+            return same_as("data.max_response_length")(key, value, values)
+        raise ConfigError(f"{key} = {value!r} can't be imported: no reward here takes it")
+    is_on = bool(values.get(f"{section}.enable"))
+    if name == "len":
+        return Landing(settings={"algorithm.overlong.buffer_tokens": int(value) if is_on else 0})
+    if name == "penalty_factor" and is_on:
+        return Landing(settings={"algorithm.overlong.penalty": float(value)})
+    if name not in ("enable", "log", "penalty_factor"):
+        raise ConfigError(f"{key} = {value!r} can't be imported: known here are enable, len, penalty_factor and log")
+    return Landing(note="goes with overlong_buffer.len")
+
+
+def loss_option(key: str, value: Any, values: Values) -> Landing:
+    """An option of a policy loss, kept where the configured loss reads it."""
+    name = key.rpartition(".")[2]
+    mode = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+    if value is None or name not in options_of(str(mode)):
+        return Landing(note="not set" if value is None else f"the loss {mode} does not read it")
+    return Landing(settings={f"algorithm.policy_loss_options.{name}": value})
+
+
+def trace(key: str, value: Any, values: Values) -> Landing:
+    """MLflow traces; verl counts prompts of each worker, we take a share of all trajectories."""
+    if value is None:
+        return Landing(settings={"tracking.trace_ratio": 0.0})
+    if value != "mlflow":
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: traces go to MLflow. Set it to mlflow, or leave it out."
+        )
+    most = values.get(f"{_TRACE}.max_samples_per_step_per_worker")
+    prompts = int(values["data.train_batch_size"])
+    workers = int(values["actor_rollout_ref.rollout.agent.num_workers"])
+    ratio = 1.0 if most is None else min(1.0, int(most) * workers / prompts)
+    settings: dict[str, Any] = {"tracking.trace_ratio": ratio}
+    if "trainer.logger" not in values:
+        settings["tracking.trackers"] = ["console", "mlflow", "jsonl"]
+    note = "" if most is None else f"{most} prompts x {workers} workers of {prompts} prompts"
+    return Landing(settings=settings, note=note)
+
+
+def same_as(other: str) -> Rule:
+    """A key that repeats another one; verl fills it in from there.
+
+    Raises (the rule): ConfigError.
+    """
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        if value != values.get(other):
+            raise ConfigError(f"{key} = {value!r} can't be imported: it must be {other} = {values.get(other)!r}")
+        return Landing(note=f"{other} counts")
 
     return rule

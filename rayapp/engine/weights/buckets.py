@@ -1,21 +1,73 @@
 """Weights on the wire: a few large buffers instead of hundreds of tensors.
 
 learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
+
+Checksums of a sample of tensors prove that a server holds the weights that the learners sent. The learner computes them
+when it sends; the engine's workers compute them again from the tensors that arrived, and from the tensors that the
+model computes with (`rayapp.engine.weights.held`), always in bfloat16. Pure functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.engine.weights.checksum import Sampler, checksum_of, part_of
-
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+ONE_IN = 8
+NUM_COLUMNS = 128
+MAX_VALUES = 1 << 24
+"""Values of one tensor that its checksum covers, the first ones: a fraction of a second on one core."""
+
+
+class Sampler:
+    """Chooses tensors of a model as they pass: the first of every kind, all norms, and one in eight of the rest.
+
+    A kind is a name without its numbers, such as `model.layers..mlp.experts..down_proj.weight`.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def takes(self, name: str) -> bool:
+        kind = re.sub(r"\d+", "", name)
+        is_first = kind not in self._kinds
+        self._kinds.add(kind)
+        return is_first or "norm" in name or zlib.crc32(name.encode()) % ONE_IN == 0
+
+
+def columns_of(name: str, width: int) -> list[int]:
+    """The columns of a tensor that its checksum is of, out of so many: random columns, the same in every process.
+
+    Every row is in it, at little cost: a matrix packed for a kernel is unpacked by what its layer computes, column by
+    column.
+    """
+    every = range(width)
+    return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
+
+
+def part_of(name: str, tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that its checksum covers."""
+    return tensor[..., columns_of(name, tensor.shape[-1])] if tensor.ndim > 1 else tensor
+
+
+def checksum_of(part: Tensor) -> int:
+    """CRC-32 of values as bfloat16, in their order, wherever they are; -0 is 0."""
+    import torch
+
+    values = part.detach().reshape(-1)[:MAX_VALUES].bfloat16() + 0.0
+    return zlib.crc32(values.cpu().view(torch.uint8).numpy().data) if values.numel() else 0
+
 
 TensorEntry = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, offset, nbytes); the dtype as torch prints it without `torch.`, e.g. bfloat16."""
@@ -35,7 +87,18 @@ class WeightBucket:
     data: NDArray[np.uint8]
     """(nbytes,) contiguous; the object store maps it without a copy."""
     checksums: tuple[tuple[str, int], ...] = ()
-    """(name, CRC-32) of its tensors that are in the sample; see `rayapp.engine.weights.checksum`."""
+    """(name, CRC-32) of its tensors that are in the sample (`Sampler`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """A whole model or an adapter in a file of shared memory, which an engine's workers map."""
+
+    path: str
+    """Such as /proc/PID/fd/NUMBER."""
+    entries: tuple[TensorEntry, ...]
+    checksums: Mapping[str, int]
+    """CRC-32 by name of the tensors that are in the sample."""
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from rayapp.core.machine import use_interface_towards
-from rayapp.engine.weights.background import in_background
+from rayapp.core.own_thread import in_thread
 
 BACKEND = "gloo"
 SENDER = 0
@@ -95,7 +95,7 @@ class GlooGroup:
             raise RuntimeError("the group is destroyed")
         # gloo's own abort ends nothing that waits. The thread holds the group, whose end would wait as well.
         group = self._group
-        sent = in_background(lambda: group.broadcast(tensor, src).wait())
+        sent = in_thread(lambda: group.broadcast(tensor, src).wait(), name="weight-sync")
         wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
         if not sent.done():
             raise RuntimeError("the group was destroyed")

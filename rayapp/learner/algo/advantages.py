@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.algorithm_names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_LOG_PROBS
+from rayapp.config.algorithm import (
+    ADV_ESTIMATORS,
+    NEEDS_CRITIC,
+    NEEDS_GREEDY_BASELINE,
+    NEEDS_LOG_PROBS,
+    AlgorithmSection,
+)
 from rayapp.core.errors import ConfigError, LearnerError
-from rayapp.core.names.plugins import is_plugin, load_plugin
+from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.types import FloatArray
 
 if TYPE_CHECKING:

@@ -1,22 +1,39 @@
-"""On-policy distillation: what a teacher's distribution is worth to the policy, on tokens that the policy sampled.
+"""On-policy distillation: the KL between policy and teacher on tokens that the policy sampled.
 
-Called by `log_probs` a chunk of positions at a time, where the whole distribution counts, and by the step, where the
-sampled tokens alone do. On-policy distillation with either KL: arXiv:2306.13649 (GKD) and, for the reverse one,
+`log_probs` calls `kl` a chunk of positions at a time, if the loss needs the whole distribution; the step calls
+`teacher_advantages`, if it needs the sampled tokens alone. Either KL: arXiv:2306.13649 (GKD); the reverse KL:
 arXiv:2306.08543 (MiniLLM). The log-ratio of a sampled token as its advantage, without a discount, is the form of
 Thinking Machines' "On-Policy Distillation" (2025). Nothing here reads the model.
+
+`VerdictReader` puts the verdict on an answer before the prompt that the teacher reads. The response's tokens stay the
+same, so that the two log-probs of a token tell whether the verdict speaks against it: self-distillation with feedback,
+as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
+
+`served_log_probs` asks a teacher on a vLLM server outside this run.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from rayapp.config.distillation import DistillationSection
+import numpy as np
+
+from rayapp.config.other_models import DistillationSection
+from rayapp.core.errors import LearnerError
+from rayapp.core.types import FloatArray, Fork, Int32Array, Reward
+from rayapp.learner.batch import TrainItem, trained_branches
+from rayapp.tasks.custom_rewards import RewardFailedError
+from rayapp.tasks.judges.client import EndpointClient
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 LARGEST_LOG_RATIO = 20.0
-"""Of the forward KL's weights, which are exponentials, where the config sets no limit."""
+"""Limit of the forward KL's weights, which are exponentials, if the config sets none."""
 _LOG_OF_NOTHING = -87.0
 """Log-prob of outcomes that float32 has no probability for."""
 
@@ -28,18 +45,18 @@ def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSectio
         teacher, old: log-probs of the sampled tokens, under the teacher and under the policy that takes the step.
     Returns:
         For the reverse KL log q - log p; for the forward one q / p - 1, whose gradient is that of the k3 estimator.
-        Without the weight; no gradient goes through.
+        Times the section's weight; no gradient goes through.
     """
     log_ratio = (teacher - old).detach()
     limit = section.max_log_ratio
     if section.kl == "reverse":
-        return log_ratio if limit is None else log_ratio.clamp(-limit, limit)
+        return section.weight * (log_ratio if limit is None else log_ratio.clamp(-limit, limit))
     limit = limit or LARGEST_LOG_RATIO
-    return log_ratio.clamp(-limit, limit).expm1()
+    return section.weight * log_ratio.clamp(-limit, limit).expm1()
 
 
 def kl(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """The KL at each of C positions, (C,).
+    """Return the KL at each of C positions, (C,).
 
     Args:
         log_p, log_q: (C, V) of the policy and of the teacher.
@@ -72,3 +89,102 @@ def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
         for log in (log_p, log_q)
     )
     return (log_p + (rest_q - rest_p)).scatter(-1, top, log_q.gather(-1, top))
+
+
+_TEXT = "An answer to the task that follows was judged: {status}, reward {value:g}. {detail}"
+
+
+class VerdictReader:
+    """Puts verdicts before prompts.
+
+    Args:
+        tokenizer: the policy's, from transformers.
+        max_tokens: limit of a message; a longer verdict is cut.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+
+    def beside(self, item: TrainItem) -> TrainItem:
+        """Return the item with its verdict as a message before the prompt; the response tokens stay the same."""
+        message, trajectory = self._message(item.trajectory.reward), item.trajectory
+        size, nothing = message.size, np.zeros(message.size)
+        return replace(
+            item,
+            trajectory=replace(
+                trajectory,
+                token_ids=np.concatenate([message, trajectory.token_ids]),
+                response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
+                rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
+                routed_experts=None,  # no server has sampled after the message
+                # A conversation of its own, after -1, goes on from the message too.
+                forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
+            ),
+        )
+
+    def _message(self, reward: Reward) -> Int32Array:
+        text = _TEXT.format(status=reward.status, value=reward.value, detail=reward.detail)
+        room = self._max_tokens - len(self._rendered(""))
+        words = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(words) > room:
+            text = self._tokenizer.decode(words[: max(0, room)])
+        return np.array(self._rendered(text)[: self._max_tokens], np.int32)
+
+    def _rendered(self, text: str) -> list[int]:
+        """Return the token ids of the text as a user's message; of the plain text if there is no chat template."""
+        if getattr(self._tokenizer, "chat_template", None):
+            text = self._tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
+    """(R,) log-probs of each trajectory's response tokens under the teacher, by row.
+
+    Args:
+        num_ranks: learners that call the server at the same time.
+    Raises:
+        LearnerError: the server does not answer, or not with log-probs.
+    """
+    try:
+        return asyncio.run(_all(items, section, num_ranks))
+    except RewardFailedError as error:
+        raise LearnerError(
+            f"distillation.base_url: {error}. Start the server again, and then this command: the run goes on from its "
+            "last checkpoint."
+        ) from error
+
+
+async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
+    client = EndpointClient(section.endpoint, num_sharing=num_ranks)
+    try:
+        found = await asyncio.gather(*(_scored(item, section, client) for item in items))
+    finally:
+        await client.close()
+    return {item.row: log_probs for item, log_probs in zip(items, found, strict=True)}
+
+
+async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
+    """Return the (R,) log-probs of one item: one request for each branch of a tree that has trained tokens."""
+    trajectory = item.trajectory
+    log_probs = np.zeros(trajectory.num_tokens, np.float32)
+    for path, responses in trained_branches(trajectory):
+        tokens = trajectory.token_ids[path[: responses[-1] + 1]].tolist()
+        body = {"model": section.teacher, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        answer = await client.post(f"{section.base_url}/completions", body)
+        log_probs[path[responses]] = _of_tokens(answer, tokens)[responses]
+    found: FloatArray = log_probs[trajectory.response_mask]
+    return found
+
+
+def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
+    """Return the (T,) log-prob of each token given the tokens before it; 0 for the first token."""
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        pairs = zip(tokens[1:], entries[1:], strict=True)
+        return np.array([0.0, *(float(entry[str(token)]["logprob"]) for token, entry in pairs)], np.float32)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise LearnerError(
+            "distillation.base_url: its answers hold no prompt_logprobs of every token "
+            f"({type(error).__name__}: {error}). It must be a vLLM server (vllm serve MODEL)."
+        ) from error

@@ -1,20 +1,31 @@
 """Policy losses: verl's functions on verl's own `ActorConfig`, normalised so that no split of the batch matters.
 
-Called by the learner for every micro-batch. verl's `agg_loss` divides by the global counts it is given in
-`global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. What one loss leaves out of
-that (geo_mean takes the mean over its own rows) is mended here, so that micro-batches and ranks always add up.
+The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides by the global counts in
+`global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. geo_mean takes the mean over
+its own rows instead; `policy_loss` rescales it, so that micro-batches and ranks always add up.
+
+`coupled_gradients` serves losses whose choice of tokens depends on the whole mini-batch (clip_cov, kl_cov). Every rank
+computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps
+d loss / d log-prob, which its own micro-batches then push back through the model. So the result depends on neither
+micro-batches nor ranks, random choices included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.algorithm_names import POLICY_LOSSES
+import numpy as np
+import torch
+
+from rayapp.config.algorithm import POLICY_LOSSES, AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.core.names.plugins import is_plugin, load_plugin
+from rayapp.core.names import is_plugin, load_plugin
+from rayapp.core.types import FloatArray
+from rayapp.learner.algo.advantages import response_mask
+from rayapp.learner.batch import TrainItem, stack_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +87,7 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
     name = algorithm.policy_loss
     # In bypass mode the engine's distribution is the old policy: the ratio itself corrects the difference.
     old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
-    weights = None if name == "bypass_mode" else correction_weights(rows, algorithm)
+    weights = correction_weights(rows.old_log_probs, rows.rollout_log_probs, rows.mask, algorithm)
     function = get_policy_loss_fn(name) if name in POLICY_LOSSES else load_plugin("losses", name)
     loss, metrics = function(
         old_log_prob=old,
@@ -101,16 +112,21 @@ class LossResult:
     metrics: dict[str, float]
 
 
-def correction_weights(rows: LossRows, algorithm: AlgorithmSection) -> Tensor | None:
-    """Truncated importance weights between learner and engine (B, T); None when they are not asked for."""
+def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
+    """Return truncated importance weights between learner and engine (B, T), or None if they are off.
+
+    Bypass mode needs none: its loss takes the engine's log-probs as the old ones.
+
+    Args:
+        old, rollout: (B, T) log-probs of the sampled tokens.
+    """
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     correction = algorithm.rollout_correction
-    if correction.level == "none":
+    if correction.level == "none" or algorithm.policy_loss == "bypass_mode":
         return None
-    log_ratio = rows.old_log_probs - rows.rollout_log_probs
     weights, _ = compute_rollout_correction_weights(
-        log_ratio.detach(), rows.mask, rollout_is=correction.level, rollout_is_threshold=correction.threshold
+        (old - rollout).detach(), mask, rollout_is=correction.level, rollout_is_threshold=correction.threshold
     )
     result: Tensor = weights
     return result
@@ -126,7 +142,7 @@ def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Te
 
 
 def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """One number of a value for every token, (B, T), as the policy loss makes it."""
+    """Aggregate per-token values (B, T) to one number, as the policy loss does."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     loss: Tensor = agg_loss(values, mask, algorithm.loss_agg_mode, **scale.for_verl())
@@ -137,23 +153,23 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
     """verl's ActorConfig, which its losses read.
 
     Raises:
-        ConfigError: `algorithm.policy_loss` or a key of `algorithm.policy_loss_options` is unknown.
+        ConfigError: `algorithm.policy_loss` is unknown.
     """
     from verl.trainer.config import RolloutCorrectionConfig
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
     algorithm = config.algorithm
     check_policy_loss(algorithm.policy_loss)
-    options = _Options(algorithm)
+    options = algorithm.policy_loss_options
     correction = RolloutCorrectionConfig(
         rollout_is=None if algorithm.rollout_correction.level == "none" else algorithm.rollout_correction.level,
         rollout_is_threshold=algorithm.rollout_correction.threshold,
-        **options.take(RolloutCorrectionConfig),
+        **_declared(options, RolloutCorrectionConfig),
     )
     loss = PolicyLossConfig(
-        loss_mode=algorithm.policy_loss, rollout_correction=correction, **options.take(PolicyLossConfig)
+        loss_mode=algorithm.policy_loss, rollout_correction=correction, **_declared(options, PolicyLossConfig)
     )
-    actor = ActorConfig(
+    return ActorConfig(
         strategy="fsdp2",
         rollout_n=config.rollout.group_size,
         use_dynamic_bsz=True,
@@ -164,10 +180,8 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
         loss_agg_mode=algorithm.loss_agg_mode,
         policy_loss=loss,
         global_batch_info=scale.for_verl(),
-        **options.take_names("tau_pos", "tau_neg"),
+        **_declared(options, ActorConfig),
     )
-    options.all_taken()
-    return actor
 
 
 def check_policy_loss(name: str) -> None:
@@ -178,25 +192,37 @@ def check_policy_loss(name: str) -> None:
         )
 
 
-class _Options:
-    """`algorithm.policy_loss_options`, each key handed to the one verl config that declares it."""
+def _declared(options: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+    """Return the options that are fields of one of verl's configs; no option is a field of two."""
+    names = {field.name for field in fields(config_class)}
+    return {name: value for name, value in options.items() if name in names}
 
-    def __init__(self, algorithm: AlgorithmSection) -> None:
-        self._left = dict(algorithm.policy_loss_options)
-        self._known: set[str] = set()
 
-    def take(self, config_class: Any) -> dict[str, Any]:
-        # Options that our own config keys set: a second way to say them could contradict the first.
-        ours = {"loss_mode", "rollout_correction", "rollout_is", "rollout_is_threshold"}
-        return self.take_names(*({field.name for field in fields(config_class)} - ours))
+Scored = tuple[TrainItem, FloatArray, FloatArray]
+"""A trajectory, its log-probs now, and its log-probs at the start of the step."""
 
-    def take_names(self, *names: str) -> dict[str, Any]:
-        self._known.update(name for name in names if not name.startswith("_"))
-        return {name: self._left.pop(name) for name in sorted(names) if name in self._left}
 
-    def all_taken(self) -> None:
-        if self._left:
-            raise ConfigError(
-                f"algorithm.policy_loss_options has unknown keys {sorted(self._left)}: verl 0.9.1 knows "
-                f"{', '.join(sorted(self._known))}."
-            )
+def coupled_gradients(
+    scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
+) -> dict[int, FloatArray]:
+    """Gradient of the loss by log-prob, (R,) by row number; times dp_size, as every loss here is."""
+    if not scored:
+        return {}
+    scored = sorted(scored, key=lambda entry: entry[0].row)
+    items = [item for item, _, _ in scored]
+    mask = response_mask(np.array([item.advantages.size for item in items]))
+    width = mask.shape[1]
+    log_probs = stack_rows([now for _, now, _ in scored], width).requires_grad_()
+    rollout = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in items]
+    rows = LossRows(
+        log_probs=log_probs,
+        old_log_probs=stack_rows([old for _, _, old in scored], width),
+        rollout_log_probs=stack_rows(rollout, width),
+        advantages=stack_rows([item.advantages for item in items], width),
+        mask=mask,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        loss = policy_loss(rows, algorithm, actor_config, scale).loss
+    (slopes,) = torch.autograd.grad(loss, log_probs)
+    return {item.row: slopes[i, : item.advantages.size].numpy() for i, item in enumerate(items)}

@@ -1,7 +1,8 @@
-"""`rayapp models check`: a family made tiny, and everything that training needs of it tried out, in about a minute.
+"""`rayapp models check`: checks a tiny model of a family in everything that training needs, in about a minute.
 
-What is tried: the learner against eager transformers on padded rows, packed and with shared prefixes; the same with
-adapters; `final/` in transformers; vLLM with `final/`, and after two syncs; the tool parser with the model's template.
+It compares the learner with eager transformers on padded rows, packed and with shared prefixes, without and with
+adapters; loads `final/` in transformers and vLLM; compares vLLM with the learner after two syncs; and checks the tool
+parser with the model's template.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ import torch
 
 from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.families import trial
-from rayapp.learner.families.rope import pin_positions
-from rayapp.learner.family import small_config
+from rayapp.learner.family import pin_positions, small_config
 from rayapp.learner.state.export import export_hf
 from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type, unserved
 
 VOCABULARY = 61
 EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
-"""Limits of families that need others. Gemma 4 does not scale its scores by the root of the width: they are several
-times as large, and float32 as much coarser."""
+"""Gradient limits of families with their own. Gemma 4 does not scale its attention scores by the root of the width:
+they are several times as large, and so are their float32 rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that was tried."""
+class FamilyCheck:
+    """Result of one check."""
 
     what: str
     holds: bool
@@ -39,13 +39,13 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is checked."""
+class CheckedFamily:
+    """Family to check, as a tiny model."""
 
     kind: str
     """`model_type` of the language model."""
     architecture: Any
-    """Its config, made small."""
+    """Config of the tiny model."""
 
     @property
     def family(self) -> Family:
@@ -56,23 +56,23 @@ class Subject:
         return EXACT_GRADIENT.get(self.kind, trial.MAX_GRADIENT_ERROR)
 
 
-def subject_of(name: str) -> Subject:
-    """A model folder, or a family by its `model_type`.
+def subject_of(name: str) -> CheckedFamily:
+    """Return the family of a model folder or of a `model_type`.
 
     Raises:
-        InputError: there is neither.
+        InputError: `name` is neither.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if (folder := Path(name)).is_dir():
         kind = text_type(_config_of(folder))
         _check_refused(kind)
-        return Subject(kind=kind, architecture=small_config(AutoConfig.from_pretrained(folder).get_text_config()))
+        return CheckedFamily(kind=kind, architecture=small_config(AutoConfig.from_pretrained(folder).get_text_config()))
     if name not in FAMILIES or name not in CONFIG_MAPPING:
         raise InputError(f"{name!r} is neither a model folder nor a family we know: {', '.join(sorted(FAMILIES))}")
     _check_refused(name)
     values = TINY | {"vocab_size": VOCABULARY} | dict(FAMILIES[name].tiny)
-    return Subject(kind=name, architecture=CONFIG_MAPPING[name](**values))
+    return CheckedFamily(kind=name, architecture=CONFIG_MAPPING[name](**values))
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def _check_refused(kind: str) -> None:
         raise InputError(f"{kind} can't be trained: {FAMILIES[kind].refused}.")
 
 
-def checks_of(subject: Subject, *, engine: bool) -> Iterator[Check]:
-    """All checks but that of the tool parser, each as it is done.
+def checks_of(subject: CheckedFamily, *, engine: bool) -> Iterator[FamilyCheck]:
+    """Run all checks but the tool parser's, and yield each result as it is known.
 
     Args:
-        engine: try vLLM, which is most of the time.
+        engine: include vLLM, which takes most of the time.
     """
     with tempfile.TemporaryDirectory(prefix="rayapp-models-check-") as folder:
         models = [Path(folder) / "first", Path(folder) / "second"]
@@ -109,18 +109,18 @@ def checks_of(subject: Subject, *, engine: bool) -> Iterator[Check]:
             yield _tried("engine", lambda: _engine(subject, models, groups, Path(folder) / "served"))
 
 
-def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> Check:
+def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> FamilyCheck:
     try:
         holds, detail = check()
     except RayappError as error:
-        return Check(what=what, holds=False, detail=str(error))
+        return FamilyCheck(what=what, holds=False, detail=str(error))
     except Exception as error:  # boundary: any model's code
-        return Check(what=what, holds=False, detail=f"{type(error).__name__}: {error}")
-    return Check(what=what, holds=holds, detail=detail)
+        return FamilyCheck(what=what, holds=False, detail=f"{type(error).__name__}: {error}")
+    return FamilyCheck(what=what, holds=holds, detail=detail)
 
 
 def plain_model(folder: Path, num_tokens: int, dtype: torch.dtype = torch.float32) -> Any:
-    """The model by transformers, eager, for sequences of so many tokens at most."""
+    """Load the model in plain transformers with eager attention, for sequences of at most `num_tokens` tokens."""
     from transformers import AutoModelForCausalLM
 
     causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -128,7 +128,7 @@ def plain_model(folder: Path, num_tokens: int, dtype: torch.dtype = torch.float3
     return causal_lm
 
 
-def _learner(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
+def _learner(subject: CheckedFamily, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
     errors, shares = [], False
     for share in (False, True):
         with trial.learner_of(trial.trial_config(folder, share_prefixes=share)) as learner:
@@ -140,7 +140,7 @@ def _learner(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -
     return holds, f"log-probs differ by {a:.1e}, gradients by {b:.1e} of the largest; packed {how}"
 
 
-def _adapters(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
+def _adapters(subject: CheckedFamily, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
     with trial.learner_of(trial.trial_config(folder, lora={"rank": 4})) as learner:
         found = trial.learner_scores(learner, groups)
         expected = trial.adapter_gradients(learner, plain)
@@ -159,12 +159,12 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
     return torch.equal(expected, found), "reloads in transformers; its logits are the learner's to the last bit"
 
 
-def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
-    from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
+def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
+    from rayapp.learner.families.trial import MAX_ENGINE_ERROR, engine_errors
 
     if why := unserved(subject.kind, device="cpu"):
         return False, why
-    # vLLM does not start in float32 where its CPU kernels have bfloat16 only: sinks, convolutions along the sequence.
+    # vLLM's CPU kernels for sinks and for convolutions along the sequence support bfloat16 only.
     dtype = "bfloat16" if {"sinks", "borders"} & set(subject.family.needs) else "float32"
     first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)
     errors = asyncio.run(engine_errors((first, second), groups, final))
@@ -179,6 +179,6 @@ def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> t
 
 
 def _rounding(folder: Path, groups: Any, num_tokens: int) -> float:
-    """How far transformers itself is off in bfloat16."""
+    """Return the log-prob error of transformers itself in bfloat16."""
     narrow, exact = (plain_model(folder, num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
     return trial.log_prob_error(trial.plain_scores(narrow, groups), trial.plain_scores(exact, groups))

@@ -1,21 +1,131 @@
-"""Attention on GPU for layers with sinks or a soft cap, which the varlen kernel lacks: torch's flex attention.
+"""Attention that the standard kernels lack: flex attention on GPU, masked blocks on CPU. For `learner.attention`.
 
-Who sees whom is a rule on three numbers of each packed token, so no mask of N x N is kept. tests/gpu compares it with
-the CPU's; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
+On GPU torch's flex attention computes layers with sinks or a soft cap, which the varlen kernel lacks. A rule on three
+numbers of each packed token says which tokens it sees, so no N x N mask is kept. tests/gpu compares it with the CPU's
+attention; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
+
+On CPU masked blocks compute sliding windows and soft caps, which torch's flash kernel lacks, for each block of rows
+(queries) and columns (keys) of the packed tokens, by plain float32 matrix products. Windows are cut into small blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.learner.families.masked_blocks import Rule
-from rayapp.learner.packing import Packing
+from rayapp.learner.packing import Packing, Segment
+
+MAX_ROWS = 256
+"""Rows of a block under a window: with more, most columns would be visible to few rows only."""
+
+
+class MaskRule(NamedTuple):
+    """Scale, window and cap of a layer's attention scores."""
+
+    scale: float
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: its whole path."""
+    softcap: float | None = None
+    """Scores become cap * tanh(score / cap); None: no cap."""
+
+
+class Block(NamedTuple):
+    """Queries `rows` and keys `columns` of one segment that they attend to."""
+
+    rows: slice
+    columns: slice
+    is_own: bool = False
+    """Rows and columns are the same tokens: each row sees the columns up to itself."""
+    is_masked: bool = False
+    """The flash kernel can't compute it: rows see only some of the columns, or scores are capped."""
+
+
+def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) -> Iterator[Block]:
+    """Yield all blocks; the first block of each row is its own segment's.
+
+    Args:
+        positions: (N,) position of each token within its own sequence.
+    """
+    always = rule.softcap is not None
+    window = rule.window or (positions.numel() if always else None)
+    places = positions.tolist() if window is not None else []
+    for s in segments:
+        if window is None or (not always and s.end - s.start <= window):
+            yield Block(slice(s.start, s.end), slice(s.start, s.end), is_own=True)
+        else:
+            yield from _masked(s, s.start, s.end, places, window)
+    for s in segments:
+        if s.subtree_end == s.end:
+            continue
+        if window is None or (not always and max(places[s.end : s.subtree_end]) - places[s.start] < window):
+            yield Block(slice(s.end, s.subtree_end), slice(s.start, s.end))
+        else:
+            yield from _masked(s, s.end, s.subtree_end, places, window)
+
+
+def _masked(s: Segment, first: int, last: int, places: Sequence[int], window: int) -> Iterator[Block]:
+    """Yield blocks of rows [first, last) and the columns of a segment that any of them sees."""
+    for start in range(first, last, MAX_ROWS):
+        stop = min(start + MAX_ROWS, last)
+        rows = places[start:stop]
+        # Positions are consecutive inside a segment, so that adding a shift makes them columns.
+        shift = s.start - places[s.start]
+        columns = slice(max(s.start, min(rows) - window + 1 + shift), min(s.end, max(rows) + 1 + shift))
+        if columns.start < columns.stop:
+            yield Block(slice(start, stop), columns, is_masked=True)
+
+
+def mask_of(block: Block, positions: Tensor, rule: MaskRule) -> Tensor:
+    """Return the mask (R, C), True where a row sees a column."""
+    behind = positions[block.rows, None] - positions[None, block.columns]
+    return (behind >= 0) if rule.window is None else (behind >= 0) & (behind < rule.window)
+
+
+def masked_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
+    """Return a block's output (Hkv, G, R, D) and log-sum-exp (Hkv, G, R); 0 and -inf for rows that see nothing."""
+    scores = _scores(query, key, mask, rule)
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    return weights @ value, lse
+
+
+def masked_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor,
+    rule: MaskRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients (Hkv, G, R or C, D) of a block's query, key and value.
+
+    Args:
+        out: final output of the rows, over all blocks.
+        lse: final log-sum-exp of the rows, over all blocks.
+    """
+    scores = _scores(query, key, mask, rule)
+    weights = (scores - lse.unsqueeze(-1)).exp_()
+    delta = torch.linalg.vecdot(grad_out, out).unsqueeze(-1)
+    slopes = (grad_out @ value.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(rule.scale)
+    if rule.softcap is not None:
+        # d tanh(x) = 1 - tanh(x)^2; masked entries have weight 0 and a score of -inf.
+        slopes.mul_(1 - (scores.masked_fill_(weights == 0, 0.0) / rule.softcap).square_())
+    return slopes @ key, slopes.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad_out
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor, rule: MaskRule) -> Tensor:
+    scores = (query @ key.transpose(-1, -2)).mul_(rule.scale)
+    if rule.softcap is not None:
+        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return scores.masked_fill_(~mask, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +133,14 @@ class TreeMask:
     """The radix tree of N packed tokens, on the device."""
 
     ends: Tensor
-    """(N,) where the subtree of each token's segment ends."""
+    """(N,) end of the subtree of each token's segment, as a packed position."""
     positions: Tensor
-    """(N,) within the own sequence."""
+    """(N,) position of each token within its own sequence."""
     masks: dict[int | None, Any] = field(default_factory=dict)
-    """Flex attention's masks by window: a model has one or two kinds of layers, and many layers."""
+    """Flex attention's masks by window, shared by all layers of a kind."""
 
     def block_mask(self, window: int | None) -> Any:
-        """Flex attention's mask of this tree."""
+        """Return flex attention's mask of this tree."""
         if window not in self.masks:
             self.masks[window] = self._make(window)
         return self.masks[window]
@@ -41,18 +151,18 @@ class TreeMask:
         ends, positions, num_tokens = self.ends, self.positions, self.ends.numel()
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Depth first: what follows a token and is inside its segment's subtree continues it.
+            # Segments are laid out depth first: a query sees earlier keys in whose segment's subtree it is.
             seen = (key <= query) & (query < ends[key])
             return seen if window is None else seen & (positions[query] - positions[key] < window)
 
-        # Compiled on a GPU: otherwise N x N booleans exist at once.
+        # Compile it on a GPU: uncompiled, N x N booleans exist at once.
         return create_block_mask(
             sees, None, None, num_tokens, num_tokens, device=str(ends.device), _compile=ends.device.type == "cuda"
         )
 
 
 def tree_mask(packing: Packing, device: torch.device) -> TreeMask:
-    """The tree of these tokens on this device."""
+    """Return the tree of these tokens on this device."""
     ends = np.empty(packing.num_tokens, np.int64)
     for segment in packing.segments:
         ends[segment.start : segment.end] = segment.subtree_end
@@ -60,12 +170,12 @@ def tree_mask(packing: Packing, device: torch.device) -> TreeMask:
 
 
 def flex_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, tree: TreeMask, rule: Rule
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, tree: TreeMask, rule: MaskRule
 ) -> Tensor:
-    """(1, N, Hq, D) from query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
+    """Return the output (1, N, Hq, D) for query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    # A tensor: the compiler takes a number of a closure for one that changes, and fails where the gradient needs it.
+    # Make it a tensor: the compiler treats a closure's number as dynamic, and fails in the backward.
     cap = None if rule.softcap is None else torch.full((), rule.softcap, dtype=torch.float32, device=query.device)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -82,7 +192,7 @@ def flex_tree_attention(
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
-        # A sink takes its share of every softmax and gives nothing.
+        # A sink takes a share of every softmax and adds no value.
         share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
         output = output * share.unsqueeze(-1).to(output.dtype)
     result: Tensor = output.transpose(1, 2)
@@ -91,7 +201,7 @@ def flex_tree_attention(
 
 @cache
 def _flex(device_type: str) -> Any:
-    """Flex attention, compiled where it is to be fast."""
+    """Return flex attention, compiled on GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention

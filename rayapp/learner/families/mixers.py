@@ -1,9 +1,9 @@
-"""Layers that read along the sequence by other means than attention: linear attention, short convolutions, mamba.
+"""Mixers: layers that mix tokens by other means than attention (linear attention, short convolutions, mamba).
 
-They would run over the whole row of packed tokens, from one sequence into the next. So each of them gets what it was
-written for: every sequence in a row of its own, padded on the right, which nothing causal can see. That is exact with
-any kernel, and with shared prefixes too: a token that several sequences share is computed in each of their rows, and
-read from the first. Whoever makes a model calls `give_borders`.
+On packed tokens they would run from one sequence into the next. So each gets every sequence in a row of its own,
+padded on the right, where causal layers can't see it. That is exact with any kernel, and with shared prefixes too: a
+token that several sequences share is computed in each of their rows, and read from the first. Call `give_borders` on
+each new model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rayapp.core.errors import LearnerError
 from rayapp.learner.packing import Segment, segment_paths
 
 MAX_PADDING = 2
-"""Rows that are computed together are at most this many times as long as the shortest of them."""
+"""Rows that are computed together are at most this many times as long as the shortest."""
 
 
 class Borders:
-    """Where the sequences of the running forward begin and end, for all mixers of a model.
+    """Borders of the sequences in the current forward, for all mixers of a model.
 
-    It stays until the next forward: a layer that is computed again during the backward needs it there.
+    They stay set until the next forward, as activation checkpointing computes layers again during the backward.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Borders:
 
     @property
     def are_set(self) -> bool:
-        """False for a model that computes plain rows."""
+        """Whether the forward has packed rows; False for plain ones."""
         return bool(self._segments)
 
     def begin(self, segments: tuple[Segment, ...], device: torch.device) -> None:
-        """Lay out the rows of a forward; without segments it has plain rows."""
+        """Set the borders for a forward; without segments its rows are plain."""
         if segments is self._segments:
             return
         if not segments:
@@ -53,10 +53,10 @@ class Borders:
         self._place = torch.from_numpy(place).to(device)
 
     def apply(self, mixer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """(1, N, H) -> (1, N, H'), sequence by sequence.
+        """Run a mixer sequence by sequence: (1, N, H) -> (1, N, H').
 
         Raises:
-            LearnerError: these are not the tokens that the forward began with.
+            LearnerError: the number of tokens differs from the forward's.
         """
         if hidden.shape[:2] != (1, self._place.numel()):
             raise LearnerError(f"a layer got {tuple(hidden.shape[:2])} tokens, the forward has {self._place.numel()}")
@@ -66,7 +66,11 @@ class Borders:
 
 
 def give_borders(causal_lm: Any) -> bool:
-    """Make every mixer of a model compute sequence by sequence; True if it has any. Call it once, before sharding."""
+    """Make every mixer of a model compute sequence by sequence. Call it once, before sharding.
+
+    Returns:
+        True if the model has mixers.
+    """
     mixers = mixers_of(causal_lm)
     if not mixers:
         return False
@@ -83,7 +87,7 @@ def give_borders(causal_lm: Any) -> bool:
 
 
 def mixers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """Modules that hold a convolution along the sequence: all kinds of mixers begin with one."""
+    """Return the modules with a convolution along the sequence, as all kinds of mixers begin with one."""
     return [module for module in causal_lm.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
 
 
@@ -94,14 +98,18 @@ def _bordered(forward: Callable[..., Any], borders: Borders, hidden_states: Tens
 
 
 def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
-    """Packed positions of each sequence that no other continues: together they hold every token."""
+    """Return the packed positions of each leaf's path; together they hold every token."""
     continued = {segment.parent for segment in segments}
     return [path for number, path in enumerate(segment_paths(segments)) if number not in continued]
 
 
 def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Rows of paths, those of about one length together, each (B, T) with its last token repeated past its end; and
-    (N,) where each token is first among all of them, flattened."""
+    """Lay out paths in batches of about equal length.
+
+    Returns:
+        Batches (B, T) of paths, each padded with its last token; and (N,) index of each token's first place among the
+        flattened batches.
+    """
     rows, firsts, begin = [], [], 0
     for bunch in _bunches(sorted(paths, key=len)):
         width = len(bunch[-1])
@@ -112,7 +120,7 @@ def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]]
         begin += index.size
     token, where = np.concatenate(firsts, axis=1)
     place = np.empty(int(token.max()) + 1, np.int64)
-    place[token[::-1]] = where[::-1]  # the last assignment wins: the first of the rows that hold a token
+    place[token[::-1]] = where[::-1]  # reversed, as the last assignment wins: each token's first place
     return rows, place
 
 

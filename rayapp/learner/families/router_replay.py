@@ -1,11 +1,11 @@
 """Router replay (R3, arXiv 2510.11370): a mixture of experts is trained with the experts that the server chose.
 
-Where two experts score nearly alike, rounding decides which of them a token goes to, and server and learner may decide
-otherwise: other experts, another log-prob. So the server says what it chose, and the learner's routers take that. What
-each chosen expert weighs stays the learner's own, with its gradient: of a router's forward only the result of
+Where two experts score nearly equally, rounding decides which one a token goes to, and server and learner may decide
+differently, which changes the log-prob. So the server records its choice, and the learner's routers follow it. The
+weight of each chosen expert stays the learner's own, with its gradient: only the result of a router's
 `topk(scores, k)` is replaced, by the recorded experts and their scores.
 
-`check_replay` tries that on a small model of the family: one that chooses by other means is refused.
+`check_replay` tries this on a small model of the family, and refuses families that choose experts by other means.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rayapp.learner.state.lora import ROUTERS
 EXPERTS = "routed_experts"
 """Keyword of a decoder's forward: (N, layers, k) numbers of experts, -1 for a router's own choice; None: no replay."""
 _ROUTE = "route_tokens_to_experts"
-"""The method in which transformers' blocks choose, where their router does not itself."""
+"""Method of transformers' blocks that chooses the experts where the router does not."""
 _TOPK = (torch.topk, Tensor.topk)
 
 
 def num_experts_of(text: Any) -> int:
-    """Experts of a layer, by the model's config; 0 without any."""
+    """Return the number of experts of a layer by the model's config; 0 without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((count for name in names if (count := getattr(text, name, None))), 0)
 
 
 class RouterReplay:
-    """Makes the routers of a model take the experts that its decoder is given as EXPERTS. Make it before sharding."""
+    """Makes a model's routers choose the experts that its decoder is given as EXPERTS. Create it before sharding."""
 
     def __init__(self, causal_lm: Any) -> None:
         num_experts = num_experts_of(causal_lm.config.get_text_config())
@@ -46,10 +46,14 @@ class RouterReplay:
         self.routed = [
             own for own, layer in zip(layers, causal_lm.get_decoder().layers, strict=True) if own.join(layer)
         ]
-        """Those that have routers."""
+        """Layers that have routers."""
 
     def check(self, recorded: Sequence[NDArray[np.int16] | None]) -> None:
-        """Raises LearnerError: what an engine has recorded are not the choices of this model's routers."""
+        """Check the experts that an engine recorded.
+
+        Raises:
+            LearnerError: this model's routers can't have chosen them.
+        """
         routed = [layer.number for layer in self.routed]
         for experts in recorded:
             if experts is None:
@@ -59,7 +63,7 @@ class RouterReplay:
                     f"the server's experts have shape {experts.shape} and numbers up to {experts.max()}, but the "
                     f"learner has {self.num_layers} layers of {self.routed[0].num_experts} experts: another model"
                 )
-            # Nobody chooses an expert twice: zeros are what a layer has that the server did not record.
+            # A router never chooses an expert twice: all zeros mean that the server did not record the layer.
             if experts.shape[2] > 1 and (empty := (experts[:, routed] == 0).all(2)).any():
                 token, layer = np.argwhere(empty)[0]
                 raise LearnerError(
@@ -68,7 +72,7 @@ class RouterReplay:
                 )
 
     def take_agreement(self) -> tuple[int, int]:
-        """Experts taken since it was last asked: those that the learner's routers would have taken too, and all."""
+        """Return and reset two counts: replayed experts that the learner's routers would have chosen, and all."""
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None
@@ -77,7 +81,7 @@ class RouterReplay:
 
 
 class _Layer:
-    """One layer of the decoder, and what its routers are to choose in the running forward."""
+    """One layer of the decoder, with the experts that its routers must choose in the current forward."""
 
     def __init__(self, number: int, num_experts: int) -> None:
         self.number, self.num_experts = number, num_experts
@@ -87,8 +91,9 @@ class _Layer:
         """(2,) as `RouterReplay.take_agreement`."""
 
     def join(self, layer: nn.Module) -> bool:
-        """Take the experts out of what the layer is called with, also where it is called again by checkpointing, and
-        wrap what chooses in it; False where nothing does."""
+        """Hook the layer to take the experts out of its arguments, and wrap its router; return False without a router.
+
+        The hook also runs when activation checkpointing calls the layer again."""
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         routers = [(m, _ROUTE) for m in layer.modules() if hasattr(m, _ROUTE)]
         routers += [(part, "forward") for m in layer.modules() for name, part in m.named_children() if name in ROUTERS]
@@ -108,7 +113,7 @@ class _Layer:
             return forward(*args, **options)
 
     def chosen(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (N, k) and numbers of what is taken in place of a router's own choice."""
+        """Return scores (N, k) and numbers of the experts that replace the router's own choice."""
         assert self.experts is not None
         experts = torch.where(self.experts < 0, own, self.experts)
         alike = (self.experts[:, :, None] == own[:, None]).any(2).sum()
@@ -118,7 +123,7 @@ class _Layer:
 
 
 class _Choosing(TorchFunctionMode):
-    """Within, `topk` over all experts of a layer finds what it is told. Others, over groups of experts, stay."""
+    """Context in which `topk` over all experts of a layer returns the recorded ones; other calls are unchanged."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()
@@ -132,10 +137,12 @@ class _Choosing(TorchFunctionMode):
 
 
 def check_replay(causal_lm: Any) -> None:
-    """Raises InputError: the routers of this model can't be told what to choose.
+    """Check that router replay works with this model.
 
     Args:
-        causal_lm: a small one, which can't be used afterwards.
+        causal_lm: a small model, which can't be used afterwards.
+    Raises:
+        InputError: its routers can't be made to choose given experts.
     """
     text = causal_lm.config.get_text_config()
     refused = f"learner.router_replay: model_type {text.model_type!r}"
@@ -155,12 +162,12 @@ def check_replay(causal_lm: Any) -> None:
     if deaf or (k < num_experts and torch.equal(first, last)):
         raise InputError(
             f"{refused} chooses its experts by other means than the best k of their scores (layers {deaf or 'all'}), "
-            "which nothing can be put in the place of. Set it to false."
+            "which can't be replaced. Set it to false."
         )
 
 
 def _told(causal_lm: Any, experts: Tensor, replay: RouterReplay) -> Tensor:
-    """Hidden states of a few tokens that all go to these experts."""
+    """Return the hidden states of a few tokens that are all sent to these experts."""
     tokens = torch.arange(1, 9)[None]
     told = experts.expand(tokens.numel(), replay.num_layers, -1)
     with torch.no_grad():

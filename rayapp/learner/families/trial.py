@@ -1,11 +1,14 @@
-"""A tiny model of a family, computed by the learner and by plain transformers: how far apart they are.
+"""Compares the learner with plain transformers and with vLLM on a tiny model of a family.
 
-`rayapp models check` prints it, and the tests hold it to limits. The plain side is eager attention on padded rows.
+`rayapp models check` prints the differences, and the tests hold them to limits. Plain transformers computes padded rows
+with eager attention; vLLM loads what the learner exported, and gets weights by syncs.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,37 +20,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.config import Config
-from rayapp.core.summaries import summarize_group
+from rayapp.config.config import Config, with_values
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import FloatArray, Group, Prompt, Reward, Trajectory
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.weights.buckets import SharedWeights, WeightBucket, pack
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import only_rank, whole
 from rayapp.learner.family import persistent_buffers
-from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import deal
+from rayapp.learner.state.export import export_hf, sent_weights
 from rayapp.learner.step import PolicyLearner
+from rayapp.learner.supervised import log_probs_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
 MAX_LOG_PROB_ERROR, MAX_GRADIENT_ERROR = 2e-5, 5e-6
-"""Of float32: the latter relative to the largest entry of all gradients."""
+"""Limits in float32; the gradient's is relative to the largest entry of all gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """One computation of the groups."""
+    """Log-probs and gradients of one computation of the groups."""
 
     log_probs: list[FloatArray]
     """(R,) of each trajectory's sampled tokens."""
     gradients: dict[str, Tensor]
-    """Of a GRPO step, by transformers' names."""
+    """Gradients of a GRPO step, by transformers' names."""
 
 
 def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
-    """A model of this config with random weights that bfloat16 holds, under the hub's names, over words w0, w1, ..."""
+    """Save a model of this config, with random weights exact in bfloat16, and a tokenizer of the words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    architecture = copy.deepcopy(architecture)  # save_pretrained writes a text into its dtype
     with torch.random.fork_rng(devices=[]):
         causal_lm = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
     randomize(causal_lm, seed=seed)
@@ -63,8 +70,7 @@ def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
 
 
 def randomize(causal_lm: Any, *, seed: int) -> None:
-    """Random weights under which each part of a model moves its scores. Buffers, which nobody trains, don't depend on
-    the seed."""
+    """Set random weights with which each part of the model affects its scores. Buffers don't depend on the seed."""
     weights, others = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in causal_lm.parameters():
@@ -78,7 +84,7 @@ def randomize(causal_lm: Any, *, seed: int) -> None:
 
 
 def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner: Any) -> Config:
-    """A run's config over that folder, in float32 on one CPU."""
+    """Return the config of a run with the model in `folder`, in float32 on one CPU."""
     rollout = {"group_size": GROUP_SIZE, "max_prompt_tokens": 32, "max_completion_tokens": 32}
     section = {
         "compute_dtype": "float32",
@@ -98,7 +104,7 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
 
 
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
-    """Two groups whose completions share more than the prompt, with tokens of a tool in between."""
+    """Return two groups whose completions share more than the prompt, with tool tokens in between."""
     rng = np.random.default_rng(seed)
     return [_group(rng, number, vocabulary) for number in range(2)]
 
@@ -122,13 +128,13 @@ def _group(rng: np.random.Generator, number: int, vocabulary: int) -> Group:
 def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajectory:
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     if len(response) > 6:
-        mask[len(prompt) + 2 : len(prompt) + 4] = False  # what a tool said
+        mask[len(prompt) + 2 : len(prompt) + 4] = False  # tool tokens
     tokens, log_probs = np.array(prompt + response, np.int32), np.where(mask, -1.0, 0.0).astype(np.float32)
     return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward), log_probs=log_probs)
 
 
 def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
-    """By transformers on padded rows: -sum(advantage x log-prob) / number of response tokens."""
+    """Compute with transformers on padded rows. Loss: -sum(advantage x log-prob) / number of response tokens."""
     rows = [(t, a) for group in groups for t, a in zip(group.trajectories, _advantages(group), strict=True)]
     width = max(t.num_tokens for t, _ in rows)
     tokens, mask, attended = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
@@ -153,14 +159,14 @@ def _advantages(group: Group) -> FloatArray:
 
 @contextmanager
 def learner_of(config: Config) -> Iterator[PolicyLearner]:
-    """The only rank of this config, in this process."""
+    """Context manager for the learner of this config, as the only rank, in this process."""
     with only_rank(config) as ranks:
         yield build_learner(config, ranks)
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
-    """By a learner; its weights stay as they are. Collective: every rank computes its share of the gradients."""
-    # Name the parameters first: a forward leaves others, gathered ones, in their places.
+    """Compute with a learner; its weights stay. Collective: every rank computes its share of the gradients."""
+    # Get the parameters first: a forward puts gathered ones in their places.
     named = dict(learner.model.causal_lm.named_parameters())
     learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
     log_probs = [row for group in groups for row in log_probs_of(learner, group)]
@@ -172,7 +178,7 @@ def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
 
 
 class _KeepGradients(torch.optim.SGD):
-    """Moves nothing, and keeps what it would have moved by."""
+    """Optimizer that changes no weights and keeps the gradients."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -180,13 +186,13 @@ class _KeepGradients(torch.optim.SGD):
 
 
 def log_prob_error(found: Scores, expected: Scores) -> float:
-    """The largest difference of a log-prob."""
+    """Return the largest difference of a log-prob."""
     pairs = zip(found.log_probs, expected.log_probs, strict=True)
     return max(float(np.abs(own - theirs).max()) for own, theirs in pairs)
 
 
 def gradient_error(found: Scores, expected: Scores) -> float:
-    """The largest difference of a gradient's entry, over the largest entry."""
+    """Return the largest difference of a gradient's entry, relative to the largest entry."""
     missing = expected.gradients.keys() - found.gradients.keys()
     if missing:
         return math.inf
@@ -196,8 +202,9 @@ def gradient_error(found: Scores, expected: Scores) -> float:
 
 
 def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores | None:
-    """What `expected`, of all weights, makes of the adapters that a learner has: W + alpha / rank * B A. Collective;
-    None on ranks that have no such scores."""
+    """Derive the gradients of a learner's adapters (W + alpha / rank * B A) from those of all weights in `expected`.
+
+    Collective; None on ranks where `expected` is None."""
     section = learner.config.learner.lora
     parameters = {name: whole(p).clone() for name, p in learner.model.causal_lm.named_parameters() if ".lora_" in name}
     if expected is None:
@@ -212,3 +219,76 @@ def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores
         gradients[name] = scale * parameters[up_name].t() @ weight
         gradients[up_name] = scale * weight @ down.t()
     return replace(expected, gradients=gradients)
+
+
+MAX_ENGINE_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
+"""Limits of log-prob errors, by the engine's dtype: correctly served families differ by at most 2e-5 in float32, and by
+0.12 in bfloat16 where a router's choice is close; wrong ones by 0.7 or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineErrors:
+    """Largest differences of log-probs between engine and learner."""
+
+    at_start: float
+    """Difference with the `final/` that the learner wrote."""
+    after_syncs: tuple[float, ...]
+    """Differences after a sync of other weights, and after a sync of the first weights again."""
+    unseen: int
+    """Sampled tensors of a sync that the engine's check of its weights does not cover."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.at_start, *self.after_syncs)
+
+
+async def engine_errors(configs: tuple[Config, Config], groups: list[Group], final: Path) -> EngineErrors:
+    """Start vLLM with a model that a learner exported, and sync weights twice.
+
+    Args:
+        configs: configs of two models of one architecture; the engine starts with the first.
+        final: folder to write the export to.
+    Raises:
+        EngineError: vLLM can't load the model.
+        WeightSyncError: vLLM refused the weights.
+    """
+    first, second = _sent(configs[0], groups, final), _sent(configs[1], groups)
+    engine = await VllmEngine.start(with_values(configs[0], model={"path": str(final)}))
+    try:
+        at_start = await _error(engine, groups, first[1])
+        after, unseen = [], 0
+        for version, (bucket, expected) in enumerate((second, first), start=1):
+            unseen = len(bucket.checksums) - await _load(engine, version, bucket)
+            after.append(await _error(engine, groups, expected))
+    finally:
+        engine.close()
+    return EngineErrors(at_start=at_start, after_syncs=tuple(after), unseen=unseen)
+
+
+def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tuple[WeightBucket, list[FloatArray]]:
+    """Return the weights that a learner of this model sends, and its log-probs."""
+    with learner_of(config) as learner:
+        if final is not None:
+            export_hf(config, learner.model, final, learner.ranks)
+        tensors = list(sent_weights(learner.model, config.learner.lora))
+        log_probs = [row for group in groups for row in log_probs_of(learner, group)]
+    # Leave room for alignment: `pack` starts each tensor on a cache line.
+    num_bytes = sum(tensor.numel() * tensor.element_size() + 64 for _, tensor in tensors)
+    return next(pack(tensors, num_bytes)), log_probs
+
+
+async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> int:
+    with tempfile.NamedTemporaryFile() as file:
+        bucket.data.tofile(file.name)
+        await engine.begin_update("memory")
+        weights = SharedWeights(path=file.name, entries=bucket.entries, checksums=dict(bucket.checksums))
+        await engine.receive_weights(weights)
+        num_held = await engine.finish_update(version, weights.checksums)
+        await engine.go_on()
+    return num_held
+
+
+async def _error(engine: VllmEngine, groups: list[Group], expected: list[FloatArray]) -> float:
+    rows = [t for group in groups for t in group.trajectories]
+    found = [(await engine.prompt_log_probs(t.token_ids.tolist()))[t.response_mask[1:]] for t in rows]
+    return max(float(np.abs(own - theirs).max()) for own, theirs in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""What the kinds of GPUs can do: their makers' figures, and the share of them that a plan counts on."""
+"""Kinds of GPUs, with their makers' figures and the memory that a process can use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Gpu:
     """Dense bfloat16 products with float32 sums."""
     memory_gb_s: float
     link_gb_s: float
-    """To the other GPUs of its node, in one direction: NVLink, or PCIe."""
+    """Bandwidth to the other GPUs of its node in one direction, in GB/s: NVLink or PCIe."""
 
     @property
     def gib(self) -> float:
@@ -39,14 +39,14 @@ GPUS = {
 }
 """H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB and RTX 4090 24 GB."""
 NODE_GPUS, NODE_LINK_GB_S = 8, 50.0
-"""GPUs of a node, and what each of them has towards other nodes: 400 Gbit/s."""
+"""GPUs of a node, and each GPU's bandwidth to other nodes in GB/s: 400 Gbit/s."""
 
 
 def gpu_called(name: str) -> Gpu:
-    """The kind of GPU of this name.
+    """Return the kind of GPU of this name.
 
     Raises:
-        InputError: it is unknown.
+        InputError: the name is unknown.
     """
     if name not in GPUS:
         raise InputError(f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}.")
@@ -54,10 +54,10 @@ def gpu_called(name: str) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """The kind of this machine's first GPU; None where there is none.
+    """Return the kind of this machine's first GPU; None without a GPU.
 
     Raises:
-        InputError: it is of a kind that has no figures here.
+        InputError: there are no figures of this kind.
     """
     import torch
 
@@ -67,8 +67,8 @@ def gpu_here() -> Gpu | None:
     plain = found.lower().replace(" ", "")
     for name, gpu in GPUS.items():
         if name in plain:
-            room = torch.cuda.get_device_properties(0).total_memory - GIB  # there are smaller ones of a name
+            room = torch.cuda.get_device_properties(0).total_memory - GIB  # variants of one name differ in memory
             return replace(gpu, room=min(gpu.room, room))
     raise InputError(
-        f"this machine has a {found}, of which no figures are known: name the nearest, --gpu {'|'.join(GPUS)}"
+        f"this machine has a {found}, whose figures are unknown: name the nearest kind, --gpu {'|'.join(GPUS)}"
     )

@@ -1,8 +1,7 @@
-"""Where a learner's numbers are while it waits: in host memory, when a server that shares the GPU wants it for its
-cache.
+"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use theirs for its cache.
 
-The tensors stay the objects that FSDP and the optimizer know; their storage alone is emptied and filled again. Used by
-the learner actor around everything that computes (`learner.offload_when_idle`).
+The tensor objects that FSDP and the optimizer hold stay; only their storages are emptied and filled again. The learner
+actor uses it around everything that computes (`learner.offload_when_idle`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from rayapp.learner.distributed import local_part
 
 
 class _Parked(NamedTuple):
-    """A storage without memory, and what was in it."""
+    """An emptied storage and its content."""
 
     storage: torch.UntypedStorage
     content: Tensor
@@ -26,15 +26,15 @@ class _Parked(NamedTuple):
 
 
 class IdleMemory:
-    """Moves tensors out of the way and back. Their memory must not be touched in between."""
+    """Moves tensors to host memory and back. They must not be used in between."""
 
     def __init__(self) -> None:
         self._parked: dict[int, _Parked] = {}
         self._copies: dict[int, Tensor] = {}
-        """Host memory of earlier rounds, by storage: pinning it takes as long as several copies."""
+        """Host memory by storage, kept for later rounds: pinning it takes as long as several copies."""
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what they hold to the host and give up their memory. What is parked already stays so."""
+        """Copy the tensors to the host and free their memory. Parked tensors stay parked."""
         storages = {key: storage for key, storage in _storages(tensors) if key not in self._parked}
         for key, storage in storages.items():
             if key not in self._copies or self._copies[key].numel() != storage.nbytes():
@@ -46,16 +46,42 @@ class IdleMemory:
             storage.resize_(0)
 
     def fetch(self, tensors: Iterable[Tensor]) -> None:
-        """Give these tensors their memory and content again, as far as they are parked."""
-        fetched = [self._parked.pop(key) for key, _ in _storages(tensors) if key in self._parked]
-        for storage, content in fetched:
-            storage.resize_(content.numel())
-            _bytes(storage).copy_(content, non_blocking=True)
-        _wait(storage for storage, _ in fetched)
+        """Restore the memory and content of those of these tensors that are parked.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; all of them stay parked.
+        """
+        keys = [key for key, _ in _storages(tensors) if key in self._parked]
+        storages = [self._parked[key].storage for key in keys]
+        try:
+            for key in keys:
+                storage, content = self._parked[key]
+                storage.resize_(content.numel())
+                _bytes(storage).copy_(content, non_blocking=True)
+            _wait(storages)
+        except BaseException:
+            for storage in storages:
+                storage.resize_(0)
+            raise
+        for key in keys:
+            del self._parked[key]
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return the copy in host memory if the tensor is parked, else the tensor itself."""
+        part = local_part(tensor)
+        parked = self._parked.get(part.untyped_storage()._cdata)  # noqa: SLF001 - as in `_storages`
+        if parked is None:
+            return tensor
+        content = parked.content.untyped_storage()
+        copy = torch.empty(0, dtype=part.dtype).set_(content, part.storage_offset(), part.shape, part.stride())
+        if not isinstance(tensor, DTensor):
+            return copy
+        # `from_local` would move the copy to the mesh's device.
+        return DTensor(copy, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def weights_of(*models: nn.Module) -> Iterator[Tensor]:
-    """This rank's part of all parameters. What a forward without a backward has left whole is given up."""
+    """Yield this rank's shards of all parameters, after resharding those that a forward left gathered."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -64,13 +90,13 @@ def weights_of(*models: nn.Module) -> Iterator[Tensor]:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """This rank's part of what the optimizer keeps for its parameters."""
+    """Yield this rank's part of the optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Each storage once, with an identity that lasts as long as it does."""
+    """Yield each storage once, with a key that identifies it for its lifetime."""
     seen = set[int]()
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -85,6 +111,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Until copies to and from a GPU are done: they are only queued when the calls return."""
+    """Wait until copies to and from GPUs are done, as the calls only queue them."""
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

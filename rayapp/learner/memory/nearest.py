@@ -1,4 +1,4 @@
-"""For a config that does not fit: the nearest one that does, as overrides. By `rayapp.learner.memory.plan` alone."""
+"""Finds the nearest config that fits into memory, as overrides, using the formulas of `rayapp.learner.memory.plan`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from rayapp.learner.memory.plan import GpuPlan, plan_gpu
 from rayapp.learner.memory.shape import ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
+LARGEST_SHARE = 0.95
+"""Largest share of a GPU to give to vLLM: other programs and fragmentation take the rest."""
 SMALL_CHUNK = 256
-"""Rows of logits at once below which products get slow."""
+"""Fewest rows of logits at once: with fewer, matrix products get slow."""
 
 Change = Callable[[ModelShape, Config, Gpu], Config]
 
 
 def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
-    """Most tokens of `learner.max_tokens_per_microbatch` with which the learner fits; 0 when the longest sequence is
-    too long."""
+    """Return the largest `learner.max_tokens_per_microbatch` with which the learner fits; 0 if the longest sequence
+    doesn't."""
 
     def fits(tokens: int) -> bool:
         return plan_gpu(shape, with_values(config, learner={"max_tokens_per_microbatch": tokens}), gpu).learner_fits
@@ -33,8 +35,15 @@ def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
     return found if found >= config.max_learner_tokens else 0
 
 
+def largest_server_share(shape: ModelShape, config: Config, gpu: Gpu) -> float:
+    """Return the largest `server.gpu_memory_utilization` with which a server fits, in whole hundredths."""
+    plan: GpuPlan = plan_gpu(shape, config, gpu)
+    free = (gpu.room - plan.beside_server) / gpu.room
+    return max(0.05, min(LARGEST_SHARE, int(free * 100) / 100))
+
+
 def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | None:
-    """The config with the fewest changes that fits; None when no combination of them does."""
+    """Return a config that fits with the fewest changes; None if no combination of changes fits."""
     for size in range(len(CHANGES) + 1):
         for changes in itertools.combinations(CHANGES, size):
             changed = config
@@ -47,7 +56,7 @@ def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | N
 
 
 def overrides_between(before: Config, after: Config) -> list[str]:
-    """`key.sub=value` for what differs, as the command line takes it."""
+    """Return the differences as `key.sub=value`, as the command line takes them."""
     return [f"{key}={str(new).lower()}" for key, old, new in _leaves(before, after) if old != new]
 
 
@@ -75,11 +84,9 @@ def _small_chunks(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 
 
 def _smaller_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    """What the learner leaves, in whole hundredths."""
-    plan: GpuPlan = plan_gpu(shape, config, gpu)
-    free = (gpu.room - plan.beside_server) / gpu.room
-    now = config.server.gpu_memory_utilization
-    return with_values(config, server={"gpu_memory_utilization": max(0.05, min(now, int(free * 100) / 100))})
+    """Give the server at most the share that the learner leaves."""
+    share = min(config.server.gpu_memory_utilization, largest_server_share(shape, config, gpu))
+    return with_values(config, server={"gpu_memory_utilization": share})
 
 
 def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
@@ -87,7 +94,7 @@ def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 
 
 def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    """Twice the tensor parallelism on the same GPUs, or on twice as many where there is one server."""
+    """Double the tensor parallelism, on the same GPUs, or on twice as many if there is one server."""
     tp, servers = config.server.tensor_parallel_size, config.server.num_servers
     if shape.num_heads % (2 * tp):
         return config
@@ -106,7 +113,7 @@ def _with_learners(config: Config, factor: int) -> Config:
 
 
 def _with_servers(config: Config, factor: int) -> Config:
-    """As many more servers where they share the learners' GPUs."""
+    """Multiply the servers by `factor` if they share the learners' GPUs."""
     if config.cluster.placement == "split":
         return config
     return with_values(config, server={"num_servers": factor * config.server.num_servers})
@@ -116,4 +123,4 @@ CHANGES: tuple[Change, ...] = (
     _with("learner", activation_checkpointing=True), _small_chunks, _smaller_server, _larger_server, _wider_servers,
     _more_learners(2), _with("learner", cpu_offload=True), _more_learners(4),
 )  # fmt: skip
-"""Those that cost least first."""
+"""Changes to try, cheapest first."""

@@ -1,7 +1,7 @@
-"""How much GPU memory a configuration takes, by kind, before anything is allocated: `rayapp plan CONFIG --gpu h200`.
+"""Computes the GPU memory of a configuration, by kind, before anything is allocated: `rayapp plan CONFIG --gpu h200`.
 
-Arithmetic on the model's shape and the config, nothing else. Each formula says what it counts; they are compared with
-the learner's own step on fake tensors (`simulation.py`), within 10% of its peak. All sizes are bytes per GPU.
+The formulas use only the model's shape and the config. Tests compare them with the learner's own step on fake tensors
+(`simulation.py`): they are within 10% of its peak. All sizes are bytes per GPU.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
-from rayapp.config.model_servers import ModelServerSection
-from rayapp.learner.memory.gpus import GIB, Gpu
+from rayapp.config.other_models import ModelServerSection
+from rayapp.learner.memory.gpus import GIB, NODE_GPUS, Gpu
 from rayapp.learner.memory.shape import ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
-"""CUDA context, kernels and nccl's buffers: an assumption. One H100 without nccl took 0.8 GiB."""
+"""CUDA context, kernels and NCCL's buffers: an assumption. One H100 without NCCL took 0.8 GiB."""
 GRAPH_BYTES = GIB
-"""vLLM's CUDA graphs, beside server.gpu_memory_utilization and there too while it sleeps: an assumption."""
-PREFILL_TOKENS = 8192
-"""Tokens that vLLM computes at once by default on a GPU of 80 GB or so; it reserves what they take."""
+"""vLLM's CUDA graphs, which come on top of server.gpu_memory_utilization and stay while it sleeps: an assumption."""
 LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
 """Resident memory of a process with its libraries imported and no weights yet: 0.5 and 0.7 GiB a process, of which a
 server has three; measured with vLLM 0.30 and torch 2.13."""
+WORKER_BYTES, RAY_BYTES = GIB, 4 * GIB
+"""Resident memory of a rollout worker with its groups, and of Ray's own processes with the driver: assumptions."""
+PINNED_FACTOR = 1.5
+"""Bytes of pinned host memory for each byte kept there, as torch rounds blocks up to powers of two. Computed: 1.5 for
+the tensors of Qwen2.5-3B, 1.4 for those of Qwen3-8B."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
 """Share of a GPU that `learner.max_tokens_per_microbatch: auto` fills."""
@@ -32,13 +35,13 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a learner's GPU holds at one moment of a step, beside what stays there."""
+    """Bytes on a learner's GPU at one moment of a step, on top of those that stay between steps."""
 
     name: str
     gathered: int = 0
-    """What FSDP has gathered in the compute dtype, and its buffers."""
+    """Weights that FSDP has gathered in the compute dtype, and its buffers."""
     activations: int = 0
-    """Kept for the backward, and what an operator or two need meanwhile."""
+    """Activations kept for the backward, and the working memory of one or two operators."""
     head: int = 0
     """Logits of the chunks that exist at once, and the head's gradient."""
     unreduced: int = 0
@@ -54,17 +57,19 @@ class LearnerPlan:
     """Bytes on each learner's GPU."""
 
     weights: int
-    """Shards in float32, of adapters too."""
+    """Shards of the policy: trained ones in float32, others in the compute dtype."""
     frozen: dict[str, int]
     """Shards of the models that don't learn, by name (`frozen_models`)."""
     gradients: int
-    """Shards in float32: there from the first micro-batch of a step to its end."""
+    """Shards in float32, from the first micro-batch of a step to its end."""
     optimizer: int
     """AdamW's two moments."""
     moments: tuple[Moment, ...]
-    """Those of a full micro-batch at which the peak can be."""
+    """Moments of a full micro-batch at which the peak can be."""
     host: int
-    """Bytes of host memory: what `learner.cpu_offload` keeps there. Not in `total`."""
+    """Bytes that `learner.cpu_offload` keeps in host memory. Not in `total`."""
+    is_parked: bool = False
+    """Weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -73,12 +78,22 @@ class LearnerPlan:
 
     @property
     def resident(self) -> int:
-        """What stays between steps."""
+        """Bytes that stay between steps."""
         return self.weights + sum(self.frozen.values()) + self.optimizer + self.runtime
 
     @property
     def total(self) -> int:
         return self.resident + self.gradients + self.peak.total
+
+    @property
+    def idle(self) -> int:
+        """Bytes on the GPU while a server that shares it generates."""
+        return self.runtime if self.is_parked else self.resident
+
+    @property
+    def giving(self) -> int:
+        """Bytes on the GPU while weights are sent or exported, without the buffers."""
+        return self.runtime + self.weights if self.is_parked else self.resident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,46 +102,51 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """KV cache: what server.gpu_memory_utilization leaves; below 0 when the weights don't fit."""
+    """KV cache: the rest of server.gpu_memory_utilization; below 0 if the weights don't fit."""
     runtime: int
-    """CUDA, and what the largest prefill and the sampling of a full batch take."""
+    """CUDA, and the working memory of the largest prefill and of sampling a full batch."""
     graphs: int
-    """CUDA graphs, beside server.gpu_memory_utilization."""
+    """CUDA graphs, on top of server.gpu_memory_utilization."""
     kv_token_bytes: int
     """Bytes of one token's keys and values on one GPU."""
     kv_tokens: int
     """Tokens that the cache holds, over all GPUs of the server."""
     num_sequences: int
-    """Sequences of the longest kind that it holds."""
+    """Number of sequences of full length that the cache holds."""
 
     @property
     def asleep(self) -> int:
-        """What a sleeping server leaves on its GPU; its weights are in host memory then."""
+        """Bytes on the GPU of a sleeping server, whose weights are in host memory."""
         return RUNTIME_BYTES + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:
-    """A GPU through a step: with `cluster.placement: colocated` one for both, else one of each."""
+    """Memory of a GPU through a step: one GPU for both with `cluster.placement: colocated`, else one of each."""
 
     learner: LearnerPlan
     server: ServerPlan
     room: int
     is_shared: bool
     server_share: int
-    """What vLLM takes: room x server.gpu_memory_utilization."""
+    """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """While weights are sent: the largest tensor whole, and the buckets."""
+    """Largest full tensor and the buckets, while weights are sent."""
+    export: int
+    """Largest full tensor, while weights are exported."""
 
     @property
     def training(self) -> int:
-        """The learner's peak, beside the sleeping server where they share."""
+        """The learner's peak, plus the sleeping server if they share the GPU."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
     def beside_server(self) -> int:
-        """What is on a server's GPU beside its share while it generates."""
-        return self.server.graphs + (self.learner.resident if self.is_shared else 0)
+        """Most bytes beside the server's share on its GPU while it generates.
+
+        Includes the learners' export, as they then send weights to servers that were restarted."""
+        learner = max(self.learner.idle, self.learner.giving + self.export)
+        return self.server.graphs + (learner if self.is_shared else 0)
 
     @property
     def generating(self) -> int:
@@ -134,9 +154,9 @@ class GpuPlan:
 
     @property
     def sending(self) -> int:
-        """While weights are sent, on the learner's GPU. A server that shares it is awake but for its KV cache."""
+        """Bytes on the learner's GPU while weights are sent; a server that shares it has no KV cache then."""
         server = self.server.asleep + self.server.weights if self.is_shared else 0
-        return self.learner.resident + self.transfer + server
+        return self.learner.giving + self.transfer + server
 
     @property
     def learner_fits(self) -> bool:
@@ -152,7 +172,7 @@ class GpuPlan:
 
 
 def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
-    """Everything that GPUs of this kind hold."""
+    """Plan the memory of GPUs of this kind."""
     return GpuPlan(
         learner=plan_learner(shape, config),
         server=plan_server(shape, config, gpu.room),
@@ -160,14 +180,18 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
         is_shared=config.cluster.placement == "colocated",
         server_share=int(gpu.room * config.server.gpu_memory_utilization),
         transfer=transfer_bytes(shape, config),
+        export=export_bytes(shape, config),
     )
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    """Memory of one learner."""
-    masters = MASTER * (_shard(shape.num_parameters, config) + _shard(shape.num_adapter_parameters, config))
+    """Plan the memory of one learner."""
+    masters = weight_bytes(shape, config, _shard(shape.num_parameters, config)) + MASTER * _shard(
+        shape.num_adapter_parameters, config
+    )
     gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
-    frozen = {name: MASTER * _shard(own.num_parameters, config) for name, own in frozen_shapes(shape, config).items()}
+    element = ELEMENT_BYTES[config.learner.compute_dtype]
+    frozen = {name: element * _shard(own.num_parameters, config) for name, own in frozen_shapes(shape, config).items()}
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
@@ -176,30 +200,36 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
         optimizer=on_gpu * optimizer,
         moments=learner_moments(shape, config),
         host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
+        is_parked=config.learner.offload_when_idle,
     )
 
 
+def weight_bytes(shape: ModelShape, config: Config, num_parameters: int) -> int:
+    """Return the bytes of `num_parameters` of the policy's own weights: float32 if trained, else the compute dtype."""
+    return (ELEMENT_BYTES[config.learner.compute_dtype] if shape.num_adapter_parameters else MASTER) * num_parameters
+
+
 def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
-    """The moments of a micro-batch at which the most may be allocated."""
+    """Return the moments of a micro-batch at which the peak can be."""
     element = ELEMENT_BYTES[config.learner.compute_dtype]
     layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_layer_parameters
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
     return (
-        # All layers have run; the buffer that the last one was gathered in is still there.
+        # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
             gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
-        # The last layer of all, whose gradients come first, and the next one being gathered.
+        # The last layer, whose gradients come first, while the next one is gathered.
         Moment(
             name="the backward of a layer",
             gathered=gathered_bytes(shape, config) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config) + working_bytes(shape, config),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
-            # The layer behind it in float32, on its way to the other ranks, and the first of its own matrices.
+            # The previous layer's gradients in float32, being reduced, and the first of this layer's matrices.
             unreduced=FLOAT32 * trained_in_layer + min(element * shape.hidden * shape.intermediate, trained_in_layer),
         ),
         # Activations are gone; the gradients of embeddings and head are reduced together.
@@ -211,14 +241,15 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
 
 
 def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
-    """Shapes of the models that don't learn, by name."""
+    """Return the shapes of the models that don't learn, by name."""
     shapes = {"reference": shape, "teacher": shape.teacher or shape}
     return {name: shapes[name] for name in frozen_models(config)}
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """What the teacher leaves beside a micro-batch of the policy, where its whole distribution counts: its head, the
-    buffer that its last layer was gathered in, and its hidden states."""
+    """Return the teacher's bytes during a micro-batch of the policy, if its whole distribution counts.
+
+    Its head, the buffer of its last gathered layer, and its hidden states."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -232,20 +263,27 @@ def _shard(num_parameters: int, config: Config) -> int:
 
 
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
-    """What sending weights takes on a learner's GPU: the largest tensor gathered in bfloat16, and two buckets of it.
+    """Return the bytes that sending weights takes on a learner's GPU: the largest tensor in bfloat16, and two buckets.
 
-    A bucket is no smaller than the largest tensor, mostly the embedding.
+    A bucket is at least as large as the largest tensor, mostly the embedding.
     """
+    largest = export_bytes(shape, config)
     if config.learner.lora.sends_adapter:
-        return 2 * shape.num_adapter_parameters
-    largest = 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
+        return largest
     return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
 
 
-def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """The config with a number in place of `learner.max_tokens_per_microbatch: auto`, if any fits.
+def export_bytes(shape: ModelShape, config: Config) -> int:
+    """Return the bytes of the largest tensor that servers get, in bfloat16; or of all adapters together."""
+    if config.learner.lora.sends_adapter:
+        return 2 * shape.num_adapter_parameters
+    return 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
 
-    The number is the largest power of two that fits by this plan's formulas. A learner measures it instead, see
+
+def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
+    """Replace `learner.max_tokens_per_microbatch: auto` by a number, if any fits.
+
+    The number is the largest power of two that fits by this module's formulas. A learner measures it instead, see
     `rayapp.learner.memory.token_budget`.
     """
     if config.learner.max_tokens_per_microbatch != "auto":
@@ -260,9 +298,9 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
 
 
 def kept_bytes(shape: ModelShape, config: Config) -> int:
-    """Bytes that a forward of `learner.max_tokens_per_microbatch` tokens keeps for its backward, without the head."""
+    """Return the bytes that a forward of a full micro-batch keeps for its backward, without the head."""
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
-    # The last norm: its input in float32, its output, and the part of that which the head reads.
+    # The last norm: its input in float32, its output, and the rows of the output that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     if config.learner.activation_checkpointing:
         return shape.num_layers * tokens * element * shape.hidden + last_norm
@@ -270,9 +308,9 @@ def kept_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def working_bytes(shape: ModelShape, config: Config) -> int:
-    """Bytes that the backward of one layer takes beside what all have kept.
+    """Return the bytes that the backward of one layer takes on top of all kept activations.
 
-    The layer itself, where it is computed again, and the gradients of the MLP's products.
+    The layer's own activations, if they are computed again, and the gradients of the MLP's products.
     """
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     again = _layer_bytes(shape, config) if config.learner.activation_checkpointing else 0
@@ -285,11 +323,11 @@ def _layer_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Bytes that a layer of the Llama kind keeps of one token.
+    """Return the bytes that a layer of the Llama kind keeps of one token.
 
-    Two norms, and those of queries and keys where there are some: the input in float32, and the normed values before
-    their weight. Their outputs feed the projections. Attention: queries, keys, values, and its output. The MLP: gate,
-    its activation, up, and their product.
+    Two norms, and those of queries and keys if it has them: the input in float32, the normed values before the weight,
+    and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP: gate, its
+    activation, up, and their product.
     """
     hidden = shape.hidden
     norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
@@ -299,9 +337,9 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """Bytes that a layer keeps more of a token (below 0: less) when only its adapters are trained.
+    """Return the bytes that a layer keeps in addition for a token if only adapters are trained (below 0: fewer).
 
-    The output of each first matrix comes on top. The normed values are not needed: a frozen norm has no gradient.
+    The output of each adapter's first matrix is added. The normed values are not needed: a frozen norm has no gradient.
     """
     if not shape.num_adapter_parameters:
         return 0
@@ -309,40 +347,41 @@ def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def _normed_heads(shape: ModelShape) -> int:
-    """Numbers of a token's queries and keys, where they have norms."""
+    """Return how many numbers a token's queries and keys have if they are normed, else 0."""
     return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
 def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None) -> int:
-    """Peak of the chunked log-probs of so many tokens: see `rayapp.learner.log_probs`.
+    """Return the peak bytes of the chunked log-probs of `num_tokens`, see `rayapp.learner.log_probs`.
 
     Args:
-        num_tokens: None for more than are kept.
+        num_tokens: None for more tokens than have their logits kept.
     """
     return _own_head_bytes(shape, config, num_tokens) + _teacher_head_bytes(shape, config, num_tokens)
 
 
 def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
-    # Kept from forward to backward: as many rows as take 4 bytes an entry for one chunk.
+    # Rows whose logits are kept from forward to backward: as many as fit in the memory of one float32 chunk.
     kept_rows = rows * FLOAT32 // element
     weight = 0 if shape.num_adapter_parameters else shape.vocabulary * shape.hidden  # a frozen head has no gradient
     if num_tokens is not None and num_tokens <= kept_rows:
         kept = element * num_tokens * shape.vocabulary
-        forward = 2 * FLOAT32 * min(rows, num_tokens) * shape.vocabulary
-        return kept + max(forward, (element + (FLOAT32 if num_tokens > rows else 0)) * weight)
+        softmax = 2 * FLOAT32 * min(rows, num_tokens) * shape.vocabulary
+        # From the second chunk on there is a float32 sum of the head's gradient.
+        return kept + max(softmax, element * weight) + (FLOAT32 * weight if num_tokens > rows else 0)
     logits = rows * shape.vocabulary
     kept = FLOAT32 * logits
-    # One more chunk, and while its softmax is taken a float32 copy and the result.
+    # The chunk after the kept ones, and during its softmax a float32 copy and the result.
     softmax = (element + 2 * FLOAT32) * logits
     if not weight:
         return kept + softmax
-    # The float32 sum of its gradient is there from the first chunk on; a chunk's own share comes after its softmax.
+    # The float32 sum of the head's gradient exists from the first chunk on; a chunk adds its share after its softmax.
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
 
 
 def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
-    """What a chunk's comparison with the teacher takes more: log-probs of both, their ratio, and the gradient."""
+    """Return the bytes of comparing a chunk with the teacher: log-probs of both, their ratio, and the gradient."""
     if not config.distillation.needs_logits:
         return 0
     rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
@@ -350,34 +389,34 @@ def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | Non
 
 
 def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
-    """Bytes of a predicted position beside its logits: hidden state, its gradient, eight indices and scores."""
+    """Return the bytes of a predicted position without its logits: hidden state, its gradient, indices and scores."""
     return 2 * ELEMENT_BYTES[config.learner.compute_dtype] * shape.hidden + 64
 
 
 def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
-    """Bytes that FSDP gathers in the compute dtype: all outside the layers, and two layers at once (on CPU all)."""
+    """Return the bytes that FSDP gathers in the compute dtype: all but the layers, and `num_layers` layers."""
     layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
     return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    """Memory of one GPU of a server."""
+    """Plan the memory of one GPU of a server."""
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
     weights = element * shape.num_parameters // parallel
-    # A layer's inputs and products of the largest prefill; logits in float32, their softmax, and its log.
-    prefill = element * PREFILL_TOKENS * (4 * shape.hidden + 2 * shape.intermediate // parallel)
+    # A layer's inputs and products in the largest prefill. For sampling, logits in float32, their softmax, and its log.
+    prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
     sampling = 3 * FLOAT32 * section.max_num_seqs * shape.vocabulary
     runtime = RUNTIME_BYTES + prefill + sampling
     kv_cache = int(gpu_bytes * section.gpu_memory_utilization) - weights - runtime
-    # A key and a value of every key head in every layer; heads are dealt out among the GPUs.
+    # A key and a value of every key head in every layer; heads are divided among the GPUs.
     per_token = 2 * element * shape.num_layers * max(1, shape.num_key_heads // parallel) * shape.head_size
     tokens = max(0, kv_cache) // per_token
     return ServerPlan(
         weights=weights,
         kv_cache=kv_cache,
         runtime=runtime,
-        graphs=0 if section.enforce_eager else GRAPH_BYTES,
+        graphs=0 if section.is_eager(on_gpu=True) else GRAPH_BYTES,
         kv_token_bytes=per_token,
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
@@ -385,10 +424,63 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 
 
 def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
-    """Those that serve other models than the policy, each on GPUs of its own; graphs are in vLLM's share."""
+    """Plan the servers of models other than the policy, each on its own GPUs; their graphs are in vLLM's share."""
     for section in asked_servers(config):
         own = alone(config, section)
         yield section, plan_server(model_shape(own), own, gpu_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """Bytes of host memory on one node of a run on GPUs. Code in sandboxes comes on top."""
+
+    backups: int
+    """Weights of sleeping servers, in pinned memory."""
+    learners: int
+    """Learners' tensors in host memory: `learner.cpu_offload`, `learner.offload_when_idle`."""
+    staging: int
+    """Copies that a checkpoint is written from."""
+    processes: int
+    object_store: int
+
+    @property
+    def total(self) -> int:
+        return self.backups + self.learners + self.staging + self.processes + self.object_store
+
+    def described(self) -> str:
+        """Return the sum with its parts, for messages."""
+        names = {
+            "backups": "sleeping servers' weights",
+            "learners": "parked by learners",
+            "staging": "checkpoint on its way",
+            "processes": "processes",
+            "object_store": "object store",
+        }
+        parts = [f"{getattr(self, key) / GIB:.0f} {name}" for key, name in names.items() if getattr(self, key)]
+        return f"{self.total / GIB:.0f} GiB = {' + '.join(parts)}"
+
+
+def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
+    """Plan the host memory of a node with `node_gpus` GPUs, with the most processes of each kind it can have."""
+    learners = min(config.learner.num_learners, node_gpus)
+    server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
+    plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": config.max_learner_tokens}))
+    weights = ELEMENT_BYTES[config.server.dtype] * shape.num_parameters // config.server.tensor_parallel_size
+    sleeps = config.cluster.placement == "colocated"
+    parked = plan.resident - plan.runtime if plan.is_parked else plan.host
+    trained, contents = _shard(shape.num_trained, config), config.checkpoint.save_contents
+    staged = trained * (MASTER * ("model" in contents) + ADAM * ("optimizer" in contents))
+    exported = 2 * shape.num_parameters // config.learner.num_learners if "hf_model" in contents else 0
+    return NodePlan(
+        backups=int(PINNED_FACTOR * weights) * server_gpus if sleeps else 0,
+        learners=int(PINNED_FACTOR * parked) * learners,
+        staging=(staged + exported) * learners,
+        processes=learners * LEARNER_BYTES
+        + server_gpus * SERVER_BYTES
+        + config.rollout.num_workers * WORKER_BYTES
+        + RAY_BYTES,
+        object_store=config.cluster.object_store_mib << 20,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,9 +488,9 @@ class HostPlan:
     """Bytes of this machine's memory in a run on its CPU."""
 
     learners: int
-    """At the peak of a step."""
+    """Learners at the peak of a step."""
     activations: int
-    """Of these, what the largest micro-batch takes: few steps have one as large."""
+    """Part of `learners` for the largest micro-batch; few steps have one as large."""
     servers: int
     object_store: int
 
@@ -408,21 +500,23 @@ class HostPlan:
 
     @property
     def least(self) -> int:
-        """What is taken however short a micro-batch is."""
+        """Bytes needed even with the shortest micro-batches."""
         return self.total - self.activations
 
 
 def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
-    """Memory of a run on one machine's CPU, of which so many bytes are available.
+    """Plan the memory of a run on one machine's CPU with `have` bytes available.
 
-    There all layers stay gathered, gradients are summed before they are reduced, and malloc keeps what was freed.
+    On CPU all layers stay gathered, gradients are summed before they are reduced, and malloc keeps freed memory.
     """
     if config.learner.max_tokens_per_microbatch == "auto":
         config = with_token_budget(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
-    shards = MASTER * (shape.num_parameters + frozen) + (ADAM + FLOAT32) * shape.num_trained
+    adapters = MASTER * shape.num_adapter_parameters
+    shards = weight_bytes(shape, config, shape.num_parameters) + adapters + element * frozen
+    shards += (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
     batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
     rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)

@@ -1,4 +1,4 @@
-"""The numbers of a model that its memory and its speed follow from, read from its config.json without weights."""
+"""Shape of a model, which determines its memory and speed, read from its config.json without weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
-from rayapp.core.imports import large_imports
+from rayapp.core.names import large_imports
 from rayapp.storage.models.check import check_hub_answers
-from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.fetch import with_local_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers of a model that its memory depends on."""
+    """Sizes of a model that its memory and speed depend on."""
 
     num_parameters: int
     """All parameters, tied ones once."""
     num_layer_parameters: int
-    """Parameters of one decoder layer, the largest."""
+    """Parameters of the largest decoder layer."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -30,15 +30,15 @@ class ModelShape:
     head_size: int
     vocabulary: int
     norms_heads: bool = False
-    """Queries and keys have norms of their own, as in Qwen3."""
+    """Whether queries and keys are normed, as in Qwen3."""
     num_idle_parameters: int = 0
-    """Parameters of experts that a token is not sent to, all layers together."""
+    """Parameters of experts that a token is not sent to, summed over layers."""
     num_adapter_parameters: int = 0
     """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
     adapter_rank_sum: int = 0
-    """Sum of the ranks of all adapters of one layer: the numbers that they keep of a token."""
+    """Sum of the ranks of all adapters of one layer: how many numbers they keep of a token."""
     teacher: ModelShape | None = None
-    """Of the model that the policy distils from, if there is one."""
+    """Shape of the model that the policy distils from, if there is one."""
 
     @property
     def num_trained(self) -> int:
@@ -57,12 +57,12 @@ class ModelShape:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Shape of the model at `config.model.path`, made on torch's meta device: nothing is allocated.
+    """Return the shape of the model at `config.model.path`, built on torch's meta device without memory.
 
-    A folder needs no more than a config.json.
+    A folder needs only a config.json.
 
     Raises:
-        InputError: there is no such model, or it is on a hub that does not answer.
+        InputError: the model does not exist, or the hub can't be reached.
     """
     with large_imports():
         import torch
@@ -80,7 +80,7 @@ def model_shape(config: Config) -> ModelShape:
         model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
     modules = getattr(model.get_decoder(), "layers", None)
     if modules is None:
-        raise InputError(f"model.path {path!r} is a {read.model_type}, a family that the learner does not compute")
+        raise InputError(f"model.path {path!r} is a {read.model_type}, a family that the learner does not support")
     layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -111,7 +111,7 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 
 def _idle(model: Any, read: Any) -> int:
-    """Parameters of experts that a token is not sent to."""
+    """Return the number of parameters of experts that a token is not sent to."""
     from rayapp.learner.families.router_replay import num_experts_of
 
     num_experts = num_experts_of(read)
@@ -122,7 +122,7 @@ def _idle(model: Any, read: Any) -> int:
 
 
 def _adapters(model: Any, config: Config) -> list[Any]:
-    """Both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
+    """Return both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
     from rayapp.learner.state.lora import ADAPTER, add_adapters
 
     if config.learner.lora.rank == 0:

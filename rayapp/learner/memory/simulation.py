@@ -1,12 +1,12 @@
-"""One step of a learner of any size, run without its memory and without a GPU: what it would allocate.
+"""Simulates one step of a learner of any size, without a GPU or the memory, to measure what it would allocate.
 
 `rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
-learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes and no numbers, as one
-of `learner.num_learners` ranks whose collectives do nothing. What depends on numbers is left out: the loss is the sum
-of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are gathered one by
-one, attention is the varlen kernel, and the softmax of a chunk is taken at once.
+learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
+of `learner.num_learners` ranks whose collectives do nothing. Computations that need values are left out: the loss is
+the sum of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are
+gathered one by one, attention is the varlen kernel, and the softmax of a chunk is taken at once.
 
-Not seen, as by no simulation: what a kernel needs inside itself, gaps between the allocator's pieces, CUDA itself.
+Not measured: memory inside kernels, fragmentation of the allocator, and CUDA's own memory.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LearnerSection
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
-from rayapp.learner.attention import AttentionPlan, varlen_plan
+from rayapp.learner.attention import AttentionLayout, varlen_plan
 from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
 from rayapp.learner.distributed import learner_mesh, local_part
 from rayapp.learner.log_probs import HeadOptions
-from rayapp.learner.memory.meter import CpuMeter
+from rayapp.learner.memory.token_budget import CpuMeter
 from rayapp.learner.optimizer import make_optimizer
 from rayapp.learner.policy import DTYPES, DeviceBatch, PolicyModel, build_causal_lm, policy_of, shard, to_device
 from rayapp.learner.shares import Share
 
 CPU = torch.device("cpu")
 STORAGES: Any = torch.UntypedStorage
-"""The class whose `resize_` a meter follows."""
+"""Class whose `resize_` a meter intercepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLearner:
-    """Bytes on one learner's GPU, without CUDA's own."""
+    """Bytes on one learner's GPU, without CUDA's own memory."""
 
     weights: int
-    """Its shards, in float32; with adapters both kinds."""
+    """Shards of the policy, including frozen ones."""
     frozen: int
-    """Its shards of the models that don't learn."""
+    """Shards of the models that don't learn."""
     gradients: int
     optimizer: int
     """AdamW's two moments."""
     peaks: dict[str, int]
-    """The most that was allocated at once in each part of a micro-batch behind another one of the same step. Clipping
-    and AdamW, which are fused, need nothing of their own."""
+    """Peak of each part of a micro-batch that is not the first of its step. Clipping and AdamW are fused and need no
+    working memory."""
     host: int
-    """Of the above, what `learner.cpu_offload` keeps in host memory; taken off the peaks."""
+    """Part of the above that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
 
     @property
     def peak(self) -> int:
@@ -65,19 +65,19 @@ class SimulatedLearner:
 
     @property
     def resident(self) -> int:
-        """What stays between steps."""
+        """Bytes that stay between steps."""
         return self.weights + self.frozen + self.optimizer - (self.host - self.gradients if self.host else 0)
 
 
 def simulate_learner(config: Config) -> SimulatedLearner:
-    """Run a step of `config` on full micro-batches of the longest trajectories, groups sharing their prompts.
+    """Simulate a step of `config` on full micro-batches of the longest trajectories, with shared prompts in groups.
 
-    Needs a process without a process group, which it has for the time being.
+    The process must not have a process group; the simulation makes one and removes it.
 
     Raises:
         InputError: the model's config can't be read.
     """
-    # The budget is one rank's: a rank that shares its micro-batches with others holds what one with its own does.
+    # The token budget is per rank: with sequence parallelism a rank holds as much as without.
     config = with_values(config, learner={"sequence_parallel": 1})
     batch = _as_on_gpu(_full_micro_batch(config))
     with _fake_ranks(config.learner) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -134,7 +134,7 @@ def _step(
 
 
 class FakeMeter(CpuMeter):
-    """Follows fake tensors' storages, those too that FSDP frees by resizing them, which no operator shows."""
+    """Meter of fake tensors' storages, including those that FSDP frees by resizing, which runs no operator."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__(())
@@ -142,7 +142,7 @@ class FakeMeter(CpuMeter):
         self._resize = STORAGES.resize_
 
     def follow(self, tensors: list[Any]) -> None:
-        """Count these from now on."""
+        """Count these tensors from now on."""
         self.mark([local_part(tensor) for tensor in tensors])
 
     def __enter__(self) -> FakeMeter:
@@ -160,7 +160,7 @@ class FakeMeter(CpuMeter):
         super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if active_fake_mode() is not self._mode:  # DTensor asks what an operator's result would look like
+        if active_fake_mode() is not self._mode:  # DTensor only infers the shape of a result
             return func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
             return args[0]  # on fake tensors it would make a copy
@@ -169,7 +169,7 @@ class FakeMeter(CpuMeter):
 
 @contextmanager
 def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
-    """Within, this process is the first of all ranks, whose collectives do nothing."""
+    """Context manager in which this process is the first of all ranks, with collectives that do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=section.num_learners)
@@ -180,7 +180,7 @@ def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
 
 
 def _fake_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
-    """The learner's model with fake weights, sharded as on GPUs. Call it within the fake mode."""
+    """Build the learner's model with fake weights, sharded as on GPUs. Call it within the fake mode."""
     section = config.learner
     model = _meta_policy(config, trainable=trainable)
     _make_fake(model)
@@ -198,7 +198,7 @@ def _meta_policy(config: Config, *, trainable: bool) -> PolicyModel:
 
 
 def _make_fake(model: torch.nn.Module) -> None:
-    """Put a fake tensor on the CPU in the place of each meta tensor; tied ones stay tied."""
+    """Replace each meta tensor by a fake tensor on the CPU; tied tensors stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001 - named_parameters() can't replace
@@ -211,7 +211,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def full_step(config: Config) -> tuple[tuple[GroupSummary, ...], tuple[Share, ...], list[Group]]:
-    """What `train_step` of one rank takes: two full micro-batches of the longest trajectories, groups sharing prompts.
+    """Return the arguments of one rank's `train_step`: two full micro-batches of the longest trajectories, in groups.
 
     Rewards differ within each group, so that all of it is trained on.
     """
@@ -234,16 +234,16 @@ def _full_micro_batch(config: Config) -> MicroBatch:
 
 
 def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
-    """Trajectories that bring as many tokens as these, all but the last of the longest kind, groups sharing prompts.
+    """Return groups of trajectories with `num_tokens` computed tokens in total; all but the last have full length.
 
-    Completions of a group differ from their first token on.
+    Trajectories of a group share the prompt, and their completions differ from the first token on.
     """
     prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
     groups: list[list[Trajectory]] = []
     room = num_tokens
     while True:
         is_new = not groups or len(groups[-1]) == config.rollout.group_size
-        # All tokens but the last are read; the first completion of a group brings the prompt, too.
+        # All tokens but the last are read; the first trajectory of a group also adds the prompt.
         room -= prompt if is_new or not config.learner.share_prefixes else 0
         length = min(completion, room + 1)
         if length < 2 and groups:
@@ -257,14 +257,14 @@ def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
 
 
 def plain_trajectory(tokens: NDArray[np.int32], num_prompt_tokens: int, *, reward: float = 0.0) -> Trajectory:
-    """A trajectory of these tokens, with log-probs of 0."""
+    """Return a trajectory of these tokens, with log-probs of 0."""
     mask = np.arange(tokens.size) >= num_prompt_tokens
     return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward))
 
 
 def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:
     moved = to_device(batch, CPU)
-    assert isinstance(moved.attention, AttentionPlan)
+    assert isinstance(moved.attention, AttentionLayout)
     return replace(moved, attention=replace(moved.attention, varlen=varlen_plan(batch.packing, CPU)))
 
 

@@ -1,16 +1,17 @@
-"""How long the phases of a step take on GPUs, and how much of the GPUs that uses: arithmetic before anything runs.
+"""Estimates the phases of a step on GPUs before anything runs: time, utilization, and memory by owner.
 
-A roofline with fixed shares: what must be multiplied over what a GPU multiplies in practice, what must be moved over
-what its memory moves in practice, and the larger of computing and gathering. `ASSUMPTIONS` is printed beside every
-number. The passes are fitted to one step on an H100 (docs/results.md); the rest is not measured.
+A roofline model with fixed shares of the maker's figures: flops over practical compute, bytes over practical memory
+bandwidth, and the larger of computing and gathering. `ASSUMPTIONS` is printed beside every number. The passes are
+fitted to one step on an H100 (docs/results.md); the rest is not measured.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.learner.memory.gpus import NODE_GPUS, NODE_LINK_GB_S, Gpu
 from rayapp.learner.memory.plan import (
@@ -18,22 +19,27 @@ from rayapp.learner.memory.plan import (
     ELEMENT_BYTES,
     FLOAT32,
     MASTER,
+    RUNTIME_BYTES,
+    GpuPlan,
     ServerPlan,
     frozen_shapes,
     layer_bytes_per_token,
+    weight_bytes,
 )
 from rayapp.learner.memory.shape import ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
-"""Of the maker's figures, what large matrix products, flash attention, plain reads and writes, and NCCL reach."""
+"""Shares of the maker's figures that large matrix products, flash attention, reads and writes, and NCCL reach."""
 FORWARD_PASSES, BACKWARD_PASSES = 5, 11
 """Times that a layer's kept activations are read or written by operators that are not fused."""
+COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
+"""Passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs: an assumption."""
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
 """Times that the logits, in float32, are read or written."""
 DECODE_S, EAGER_DECODE_S = 0.002, 0.015
-"""Of a decoding step what is not the GPU's: scheduling and launches, with CUDA graphs and without."""
+"""Overhead of a decoding step, for scheduling and launches, with CUDA graphs and without."""
 HOST_GB_S = 20.0
-"""A process towards host memory: AdamW there, and weights through the object store."""
+"""Bandwidth of a process to host memory, for AdamW there and for weights through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
     f"products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links {MEMORY_SHARE:.0%}",
@@ -44,11 +50,11 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """One phase: its time, and what of it was useful."""
+    """Time and useful work of one phase."""
 
     seconds: float
     flops: float
-    """Of all GPUs; 0 for phases that only move data."""
+    """Useful floating-point operations of all GPUs; 0 for phases that only move data."""
     num_gpus: int
 
     def mfu(self, gpu: Gpu) -> float:
@@ -57,12 +63,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """Tokens of one step, all GPUs together, every sequence at its longest."""
+    """Tokens of one step over all GPUs, with every sequence at its full length."""
 
     prompts: int
     sequences: int
     computed_tokens: int
-    """Tokens that the learners compute: shared prompts once."""
+    """Tokens that the learners compute, shared prompts once."""
     predicted_tokens: int
     attended: float
     """Pairs of a computed token and one that it sees."""
@@ -83,7 +89,7 @@ def step_load(config: Config) -> StepLoad:
 
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
-    """The phases of a step in their order."""
+    """Return the phases of a step in their order."""
     speeds = {"generate": generate(shape, config, gpu, server)}
     scored = score(shape, config, gpu)
     if (
@@ -99,11 +105,33 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
     speeds["train"] = train(shape, config, gpu)
     speeds["optimizer"] = optimizer(shape, config, gpu)
     speeds["weight sync"] = weight_sync(shape, config, gpu)
+    if config.cluster.placement == "colocated":
+        speeds["sleep, wake"] = sleep_and_wake(shape, config, server)
     return speeds
 
 
+def late(config: Config, generate_s: float) -> Iterator[str]:
+    """Yield a message for each deadline that a step's generation misses, with the way out."""
+    deadlines = {
+        "rollout.group_deadline_s": config.group_deadline_s,
+        "server.request_timeout_s": config.server.request_timeout_s or config.group_deadline_s,
+        "recovery.stall_stop_s": config.recovery.stall_stop_s,
+    }
+    for key, deadline_s in deadlines.items():
+        if generate_s > deadline_s:
+            yield f"generating takes about {generate_s:.0f} s, but {key} is {deadline_s:g}: set {2 * generate_s:.0f}"
+
+
+def sleep_and_wake(shape: ModelShape, config: Config, server: ServerPlan) -> Speed:
+    """Estimate moving a server's weights to host memory and back, and parking the learners' tensors."""
+    section = config.learner
+    parked = (weight_bytes(shape, config, shape.num_parameters) + ADAM * shape.num_trained) / section.num_learners
+    moved = server.weights + (parked if section.offload_when_idle else 0)
+    return Speed(seconds=2 * moved / (HOST_GB_S * 1e9), flops=0.0, num_gpus=section.num_learners)
+
+
 def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> Speed:
-    """Prompts once, then decoding: each step reads the weights, and the keys and values of what it decodes."""
+    """Estimate prefill and decoding; each decoding step reads the weights and the KV cache of its sequences."""
     load, section = step_load(config), config.server
     prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
     num_gpus = section.num_servers * section.tensor_parallel_size
@@ -112,9 +140,9 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
     flops_per_token = 2 * (shape.num_computed + shape.vocabulary * shape.hidden)
     moved = server.weights + at_once * (prompt + completion / 2) * server.kv_token_bytes
     computed = at_once * flops_per_token / section.tensor_parallel_size
-    launch = EAGER_DECODE_S if section.enforce_eager else DECODE_S
+    launch = EAGER_DECODE_S if section.is_eager(on_gpu=True) else DECODE_S
     step_s = launch + max(moved / (MEMORY_SHARE * gpu.memory_gb_s * 1e9), computed / (GEMM_SHARE * gpu.tflops * 1e12))
-    # Sequences come and go one by one, so that a wave need not be full.
+    # Sequences start and end one by one, so the number of waves need not be whole.
     decode_s = max(1.0, mine / at_once) * completion * step_s
     flops = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
     prefill_s = 2 * shape.num_computed * load.prompts * prompt / (num_gpus * GEMM_SHARE * gpu.tflops * 1e12)
@@ -122,33 +150,40 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
 
 
 def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """A forward over the whole step."""
+    """Estimate a forward over the whole step."""
     return _learner_speed(
         shape,
         config,
         gpu,
         products=1.0,
         attention=1.0,
-        passes=FORWARD_PASSES,
+        passes=_passes(config)[0],
         head_passes=HEAD_FORWARD_PASSES,
         useful=1.0,
     )
 
 
 def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Forward and backward over the whole step. A frozen weight has no gradient: its product is saved."""
+    """Estimate forward and backward over the whole step. Frozen weights save the product for their gradient."""
     backward = 1.0 if shape.num_adapter_parameters else 2.0
     again = 1.0 if config.learner.activation_checkpointing else 0.0
+    forward, backward_passes = _passes(config)
     return _learner_speed(
         shape,
         config,
         gpu,
         products=1.0 + backward + again,
         attention=3.5 + again,
-        passes=FORWARD_PASSES * (1 + again) + BACKWARD_PASSES,
+        passes=forward * (1 + again) + backward_passes,
         head_passes=HEAD_FORWARD_PASSES + HEAD_BACKWARD_PASSES,
         useful=1.0 + backward,
     )
+
+
+def _passes(config: Config) -> tuple[int, int]:
+    if config.learner.compile:
+        return COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES
+    return FORWARD_PASSES, BACKWARD_PASSES
 
 
 def _learner_speed(
@@ -183,12 +218,12 @@ def _learner_speed(
 
 
 def _attention_flops(shape: ModelShape, load: StepLoad) -> float:
-    """Of a forward: scores and their sum over the values."""
+    """Return the flops of attention in a forward: scores, and the weighted sum of values."""
     return 4 * shape.num_layers * shape.num_heads * shape.head_size * load.attended
 
 
 def _gather_s(shape: ModelShape, config: Config, gpu: Gpu, *, is_backward: bool) -> float:
-    """Seconds that the collectives of one micro-batch take: weights for each pass, and gradients."""
+    """Return the seconds that one micro-batch's collectives take: weights for each pass, and gradients."""
     section = config.learner
     if section.num_learners == 1:
         return 0.0
@@ -202,7 +237,7 @@ def _link_gb_s(config: Config, gpu: Gpu) -> float:
 
 
 def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Clipping reads and writes gradients; AdamW reads them, and reads and writes weights and moments."""
+    """Estimate clipping (reads and writes gradients) and AdamW (reads them, reads and writes weights and moments)."""
     section = config.learner
     moved = (2 * (MASTER + ADAM) + 3 * FLOAT32) * shape.num_trained / section.num_learners
     gb_s = HOST_GB_S if section.cpu_offload else MEMORY_SHARE * gpu.memory_gb_s
@@ -210,10 +245,84 @@ def optimizer(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
 
 
 def weight_sync(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Weights in bfloat16 gathered by the learners, then sent: two passes over the slowest link."""
+    """Estimate gathering and sending the weights in bfloat16: two passes over the slowest link."""
     section = config.learner
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
     gb_s = LINK_SHARE * _link_gb_s(config, gpu)
     if config.server.weight_transport == "object_store":
         gb_s = HOST_GB_S / 10  # export, the store, shared memory, and each server's copy to its GPU
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
+
+
+HOLDERS = ("learner_stays", "learner_works", "engine", "kv_cache", "graphs", "buffer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRow:
+    """Bytes on one GPU during a phase of a step."""
+
+    phase: str
+    gpu: str
+    """Kind of GPU: `shared`, `server` or `learner`."""
+    speed: Speed
+    learner_stays: int = 0
+    """Shards, AdamW's moments, CUDA."""
+    learner_works: int = 0
+    """Gradients, gathered weights, activations and logits, at their peak."""
+    engine: int = 0
+    """vLLM's weights, working memory and CUDA; asleep only CUDA."""
+    kv_cache: int = 0
+    graphs: int = 0
+    buffer: int = 0
+    """Weights being sent or exported."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, holder) for holder in HOLDERS)
+
+
+def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[PhaseRow]:
+    """Yield the phases of a step in their order, for the GPU that works if servers and learners share none."""
+    learner, server = plan.learner, plan.server
+    stays = learner.resident
+    beside = learner.idle if plan.is_shared else 0
+    asleep = {"engine": RUNTIME_BYTES, "graphs": server.graphs} if plan.is_shared else {}
+    for phase, speed in step_speeds(shape, config, gpu, server).items():
+        if phase == "generate":
+            yield PhaseRow(phase=phase, gpu="shared" if plan.is_shared else "server", speed=speed, learner_stays=beside,
+                           engine=server.weights + server.runtime, kv_cache=max(0, server.kv_cache),
+                           graphs=server.graphs)  # fmt: skip
+        elif phase == "weight sync":
+            awake = {"engine": RUNTIME_BYTES + server.weights, "graphs": server.graphs} if plan.is_shared else {}
+            yield PhaseRow(phase=phase, gpu="shared" if plan.is_shared else "learner", speed=speed,
+                           learner_stays=learner.giving, buffer=plan.transfer, **awake)  # fmt: skip
+        else:
+            yield PhaseRow(phase=phase, gpu="shared" if plan.is_shared else "learner", speed=speed,
+                           learner_stays=stays, learner_works=_works(phase, plan), **asleep)  # fmt: skip
+    if plan.is_shared:
+        yield saving_row(plan)
+
+
+def saving_row(plan: GpuPlan) -> PhaseRow:
+    """Return the row of the moment when a restarted server gets its weights while the others have full caches.
+
+    Checkpoints take no more than this: they are written from host memory if the learners' state is parked there.
+    """
+    server, nothing = plan.server, Speed(seconds=0.0, flops=0.0, num_gpus=1)
+    return PhaseRow(phase="save, catch up", gpu="shared", speed=nothing, learner_stays=plan.learner.giving,
+                    engine=server.weights + server.runtime, kv_cache=max(0, server.kv_cache), graphs=server.graphs,
+                    buffer=plan.export)  # fmt: skip
+
+
+def _works(phase: str, plan: GpuPlan) -> int:
+    """Return the learner's bytes at this phase's peak, on top of those that stay."""
+    learner = plan.learner
+    if phase == "sleep, wake":
+        return 0
+    if phase == "train":
+        return learner.gradients + learner.peak.total
+    if phase == "optimizer":
+        return learner.gradients
+    # A forward without backward keeps no activations: only gathered weights, and the logits of one chunk.
+    first = learner.moments[0]
+    return first.gathered + first.head

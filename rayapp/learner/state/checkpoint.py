@@ -1,8 +1,8 @@
 """A learner's state on disk: torch distributed checkpoint, written by all ranks into one folder, read by any number.
 
-The driver writes into a folder aside and renames it when every rank is done, so what is read here was whole. Holds
-float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version and torch's RNG.
-Writing happens in threads, on copies in host memory: training goes on meanwhile.
+The driver names a temporary folder and renames it when every rank is done, so checkpoints that can be read are whole.
+A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version
+and torch's RNG. Threads write it from copies in host memory while training goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ from rayapp.learner.state.export import not_finite, stage_hf
 from rayapp.learner.step import PolicyLearner
 
 FULL_BYTES = 1 << 16
-"""Free bytes of a disk below which a write that failed there failed for want of space."""
+"""Free bytes of a disk below which a failed write is reported as a full disk."""
 
 
 class SaveInProgress:
-    """One rank's part of a checkpoint that threads are writing. Training may go on: they write copies.
+    """One rank's part of a checkpoint that threads are writing, from copies, so that training goes on.
 
     Args:
-        folder: for messages.
+        folder: checkpoint folder, for messages.
         writing: one future per thread.
     """
 
@@ -50,12 +50,12 @@ class SaveInProgress:
         """Wait until all of it is written.
 
         Raises:
-            CheckpointError: it can't be written whole, e.g. because the disk is full.
+            CheckpointError: a part can't be written, for example because the disk is full.
         """
         wait(self._writing)
         errors = [error for future in self._writing if (error := future.exception()) is not None]
         if errors:
-            # torch may tell of a full disk only that its file has another length than it wrote.
+            # On a full disk torch may report only that a file has an unexpected length.
             is_full = shutil.disk_usage(self._folder).free < FULL_BYTES
             reason = f"{os.strerror(errno.ENOSPC)} ({_reason(errors[0])})" if is_full else _reason(errors[0])
             raise CheckpointError(
@@ -64,17 +64,20 @@ class SaveInProgress:
             ) from errors[0]
 
 
-def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgress:
-    """Copy what `checkpoint.save_contents` names to the host, then write it in the background. Collective.
+def begin_save(
+    learner: PolicyLearner, folder: str, version: int, on_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> SaveInProgress:
+    """Copy the contents named by `checkpoint.save_contents` to the host, and write them in the background. Collective.
 
     Args:
-        folder: where the learner's state goes; the Hugging Face folder is `hf_model` beside it.
+        folder: folder for the learner's state; the Hugging Face folder is `hf_model` beside it.
+        on_host: `IdleMemory.on_host`, for tensors that are in host memory while a server has the GPU.
     Raises:
-        CheckpointError: a weight or a moment is not finite: it would take the place of a checkpoint that is good.
+        CheckpointError: a weight or a moment is not finite, and would replace a good checkpoint.
     """
     contents = learner.config.checkpoint.save_contents
     writing: list[Future[Any]] = []
-    state = {name: value for name, value in _state(learner).items() if name.split(".")[0] in contents}
+    state = {name: on_host(value) for name, value in _state(learner).items() if name.split(".")[0] in contents}
     if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointError(f"training has left the numbers: {wrong}. No checkpoint of them is saved.")
     if state:
@@ -90,19 +93,20 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
 
 
 def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
-    """torch's `async_save`; the copies are made when it returns."""
+    """Call torch's `async_save`; it returns when the copies are made."""
     future = async_save(state, checkpoint_id=folder, process_group=group)
     assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
     return future
 
 
 def load_learner(learner: PolicyLearner, folder: str) -> int:
-    """Read a state back, on any number of ranks. Collective.
+    """Load a learner's state, on any number of ranks. Collective.
 
     Returns:
-        The policy version it holds.
+        The policy version of the checkpoint.
     Raises:
-        CheckpointError: it is torn, or of another model; CheckpointDamagedError when its weights are not finite.
+        CheckpointError: the checkpoint is torn, or of another model.
+        CheckpointDamagedError: its weights or moments are not finite.
     """
     state = _state(learner)
     state["counters"] = torch.zeros(3, dtype=torch.int64)
@@ -123,7 +127,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:
-    """Raises ValueError unless the checkpoint has exactly these tensors: one with more layers would load in part."""
+    """Raise ValueError unless the checkpoint has exactly these tensors, as one with more layers would load in part."""
     stored = {
         name: tuple(entry.size)
         for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
@@ -141,11 +145,11 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:
-    """Tensors by name; loading fills them in place. Sharded ones are stored whole, so any world size can read them."""
+    """Return the tensors by name, for loading in place. Sharded ones are stored whole, for any number of ranks."""
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
         if not parameter.requires_grad:
-            continue  # frozen under LoRA: it is what model.path holds
+            continue  # frozen under LoRA: model.path has it
         state[f"model.{name}"] = parameter.detach()
         for kind, moment in _moments(learner.optimizer, parameter).items():
             state[f"optimizer.{name}.{kind}"] = moment
@@ -153,7 +157,7 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of one parameter, made as AdamW would when it has not stepped yet."""
+    """Return AdamW's state of one parameter; before its first step, make it as AdamW would."""
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -163,7 +167,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line: DCP wraps what happened on each rank in a report."""
+    """Return the cause in one line, from the report in which DCP wraps the errors of all ranks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "Error" in line or "error" in line]
     return (causes or lines or [type(error).__name__])[-1]

@@ -1,7 +1,7 @@
-"""The policy's weights outwards: bfloat16 buckets for the servers, and Hugging Face folders.
+"""Exports the policy's weights: as bfloat16 buckets for the servers, and as Hugging Face folders.
 
-Gathering sharded weights is collective: every rank calls these. Rank 0 sends buckets. A folder is written by all ranks,
-each its own files of it, so that none has the whole model; `hf_folder` says which file holds what.
+Gathering sharded weights is collective: every rank calls these functions. Rank 0 sends the buckets. All ranks write a
+folder, each its own files, so that none holds the whole model; `hf_folder` assigns tensors to files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_wei
 def export_buckets(
     model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
-    """The weights for the servers, in buckets of at most `bucket_bytes` (or of one larger tensor).
+    """Yield the weights for the servers, in buckets of at most `bucket_bytes` (or of one larger tensor).
 
     Args:
-        lora: settings of the adapters, which go alone or merged in; None or rank 0 where the model has none.
+        lora: settings of the adapters, which are sent alone or merged in; None or rank 0 without adapters.
     """
     tensors = sent_weights(model, lora or LoraSection())
     if rank == 0:
@@ -44,13 +44,13 @@ def export_buckets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFolder:
-    """This rank's part of a Hugging Face folder on the host, to be written by any thread while training goes on."""
+    """This rank's part of a Hugging Face folder, in host memory, for a thread to write while training goes on."""
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
-    """Tensors by the hub's names, by file: parameters in bfloat16, persistent buffers in their own dtype."""
+    """Tensors by file and by the hub's names: parameters in bfloat16, persistent buffers in their own dtype."""
     is_first: bool
-    """This rank also writes what is no weight."""
+    """This rank also writes the files that hold no weights."""
 
     def write(self, folder: Path) -> None:
         """Write this rank's files.
@@ -68,8 +68,8 @@ class StagedFolder:
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
-    """Names of tensors with an infinity or NaN, empty when there is none. Looks at this rank's shards."""
-    # Look at the least and the greatest value: they take no memory, unlike a mask, and NaN shows in both.
+    """Describe the tensors with an infinity or NaN in this rank's shards; empty without any."""
+    # Check the least and the greatest value: unlike a mask they take no memory, and NaN shows in both.
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
         for name, tensor in state.items()
@@ -81,7 +81,7 @@ def not_finite(state: Mapping[str, Any]) -> str:
 
 
 def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
-    """Gather the weights, each on the rank that will write it. Collective."""
+    """Gather each weight on the rank that will write it. Collective."""
     layout = hf_layout(config, model.causal_lm)
     files = {
         file.name: tensors
@@ -92,7 +92,7 @@ def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
 
 
 def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
-    """Write a Hugging Face folder, as many files at once as there are ranks. Collective.
+    """Write a Hugging Face folder, one file per rank at a time. Collective.
 
     Raises:
         CheckpointError: a weight is not finite, or the weights can't be written.
@@ -106,7 +106,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
         for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
             tensors = _gathered_file(config, model, file, is_own=rank == ranks.rank)
             mine = (file, tensors) if tensors is not None else mine
-        # Who can't write goes on gathering: the others would wait for it.
+        # A rank that can't write must go on gathering, or the others wait for it.
         if mine is not None and failure is None:
             try:
                 write_file(folder / mine[0].name, mine[1])
@@ -119,13 +119,13 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
 
 
 def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: bool) -> dict[str, Tensor] | None:
-    """The tensors of a file by the hub's names, on the rank that writes it. Collective."""
+    """Return the tensors of a file by the hub's names on the rank that writes it, else None. Collective."""
     parameters = dict(named_weights(model))
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
-        # The other ranks gather too, and copy nothing to the host.
+        # The other ranks gather too, but copy nothing to the host.
         gathered = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
         kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
@@ -135,8 +135,7 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
 
 
 def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The bfloat16 host tensors for the servers: all weights as the hub names them, or the adapters under peft's names.
-    Collective."""
+    """Yield the servers' tensors in bfloat16: all weights by the hub's names, or adapters by peft's. Collective."""
     if lora.sends_adapter:
         return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
     parameters = dict(named_weights(model))
@@ -144,24 +143,23 @@ def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, T
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
-    """Names and whole shapes of what `device_weights` yields, in its order, without gathering anything."""
+    """Return the names and full shapes of the tensors of `device_weights`, in its order, without gathering them."""
     shapes = {name: parameter.shape for name, parameter in named_weights(model)}
     empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], dtype=EXPORT_DTYPE, device="meta"))
     return [(name, tensor.shape) for name, tensor in empty]
 
 
 def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every weight as the hub names it, in bfloat16 on the device where the learner computes, adapters merged in, a few
-    at a time.
+    """Yield every weight by the hub's name, in bfloat16 on the learner's device, with adapters merged in. Collective.
 
-    Collective. Weights that live in host memory (`learner.cpu_offload`) are moved there first: it gathers faster.
+    Weights in host memory (`learner.cpu_offload`) are moved to the device first, where gathering is faster.
     """
     parameters = dict(named_weights(model))
     return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, device))
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What `weight_of` gives for each of the policy's weights, as the hub has them."""
+    """Yield the tensors that `weight_of` returns for the policy's weights, converted to the hub's names and shapes."""
     own = {name.replace(BASE, ""): name for name, _ in named_weights(model) if ADAPTER not in name}
     for group in groups_of(model.causal_lm, own):
         yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
@@ -170,12 +168,9 @@ def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> It
 def _whole(
     parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection, device: torch.device | None = None
 ) -> Tensor:
-    """The full tensor in bfloat16, with its adapter merged in; without a device on that of its shards.
-
-    Never the learner's own memory.
-    """
-    # Adapters are merged in float32 and rounded once, as weights are that are trained directly; those are cast before
-    # they are gathered, so that half the bytes travel.
+    """Return a copy of the full tensor in bfloat16 with its adapter merged in, on `device` or that of its shards."""
+    # Adapters are merged in float32 and rounded once, like weights that are trained directly. The latter are cast
+    # before they are gathered, which halves the bytes to send.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
     narrow = own.to(EXPORT_DTYPE).to(device or own.device)
     return whole(narrow)

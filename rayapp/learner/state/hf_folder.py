@@ -1,7 +1,10 @@
-"""A Hugging Face folder of the policy: which file holds which tensors under which names, and all that is no weight.
+"""A Hugging Face folder of the policy: the layout of its files of weights, and its other files.
 
-A file holds whole groups of tensors: transformers makes several of the hub's out of one of the model's (fused experts),
-or one of several. So any process can write any file with no more than that in memory.
+A file holds whole groups of tensors: transformers makes several tensors of the hub out of one of the model (fused
+experts), or one out of several. So any process can write any file with only that file's tensors in memory.
+
+`checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`. The driver calls
+it; it needs no learners and no process group, and leaves the optimizer's state on disk.
 """
 
 from __future__ import annotations
@@ -9,22 +12,31 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from rayapp.config.config import Config
+from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import CheckpointError
-from rayapp.learner.families.hub_names import groups_of, hub_tensors
-from rayapp.learner.state.pretrained import tensors_of
+from rayapp.core.files import readable_as_its_folder
+from rayapp.learner.families.hub_names import groups_of, hub_tensors, sources_of
+from rayapp.learner.family import persistent_buffers
+from rayapp.learner.policy import DTYPES, build_causal_lm
+from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
+from rayapp.learner.state.pretrained import WeightFiles, read_whole, tensors_of
 
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
-"""Of a file, unless one group of tensors alone has more."""
+"""Largest size of a file, unless a single group of tensors is larger."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -111,7 +123,7 @@ def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> H
 
 
 def _copy_processor(path: str, folder: Path) -> None:
-    """What prepares pictures for a model that keeps its image tower: without it vLLM does not start."""
+    """Copy the files of the image processor: vLLM does not start a model with an image tower without them."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -146,9 +158,93 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
+        readable_as_its_folder(path)
     except (SafetensorError, OSError) as error:  # the first for any error of the disk, a full one too
         raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+_WEIGHTS = "model."
+
+
+def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
+    """Write the checkpoint's weights as a Hugging Face folder, which transformers and vLLM load.
+
+    Args:
+        config: config of the run that saved it, for its base model and adapters.
+        learner_folder: `learner/` of the checkpoint.
+    Raises:
+        CheckpointError: it holds no weights, or those of another model.
+        InputError: the base model can't be loaded.
+    """
+    causal_lm = build_causal_lm(config, is_checked=False)
+    if config.learner.lora.rank > 0:
+        with torch.device("meta"):
+            add_adapters(causal_lm, config.learner.lora)
+    trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
+    files = WeightFiles(config.model.path)
+    sources = sources_of(causal_lm, files, tensors_of(causal_lm))
+    layout = hf_layout(config, causal_lm)
+    try:
+        _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
+        for file in layout.files:
+            tensors: dict[str, Tensor] = {}
+            for group in file.groups:
+                held = _from_checkpoint(causal_lm, trained, set(group), learner_folder)
+                held |= read_whole(causal_lm, sources, files, {name for name in group if name not in held})
+                tensors |= hub_tensors(causal_lm, _exported_group(causal_lm, held, group, config.learner))
+            write_file(out / file.name, tensors)
+    except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"the weights in {learner_folder} can't be read into {config.model.path}: {error}. The checkpoint is torn, "
+            "was saved without `model` (checkpoint.save_contents), or belongs to another model."
+        ) from error
+    layout.describe(out)
+
+
+def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
+    """The trained float32 tensors of these weights and of their adapters, by the names that they have in the model."""
+    named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
+    held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
+    if held:
+        load(held, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(_WEIGHTS): tensor for name, tensor in held.items()}
+
+
+def _weight_of(name: str) -> str:
+    """The weight that a parameter, or an adapter's matrix, is or changes."""
+    module, is_adapter, _ = name.partition(ADAPTER)
+    return f"{module}.weight" if is_adapter else name
+
+
+def _exported_group(
+    causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], section: LearnerSection
+) -> dict[str, Tensor]:
+    """Return the group as it is written: adapters merged in, parameters in bfloat16."""
+    buffers = persistent_buffers(causal_lm)
+    adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
+    whole: dict[str, Tensor] = {}
+    for name in group:
+        if name in buffers:
+            whole[name] = held[name].to(buffers[name].dtype)
+            continue
+        module, _, kind = name.rpartition(".")
+        if module not in adapted:
+            whole[name] = held[name].to(EXPORT_DTYPE)
+            continue
+        # Round as the learner does: it adds adapters to weights that it keeps in the compute dtype.
+        own, frozen = f"{module}{BASE}.{kind}", held[name].to(DTYPES[section.compute_dtype])
+        whole[name] = merged_weight(held | {own: frozen.float()}, own, section.lora).to(EXPORT_DTYPE)
+    return whole
+
+
+def _check_names(expected: set[str], folder: Path) -> None:
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = {name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    found = {name for name in stored if name.startswith(_WEIGHTS)}
+    if found != expected:
+        odd = sorted(found ^ expected)
+        raise ValueError(f"it has {len(found)} of {len(expected)} tensors, and {odd[0]} is not in both")

@@ -1,8 +1,8 @@
 """LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends them alone or merged in.
 
-`load_policy` adds the adapters. `adapter_weights` gives them to servers that hold the model's own weights;
-`merged_weight` merges them into the weights, for Hugging Face folders and for servers that have no LoRA
-(`learner.lora.send: merged`). Checkpoints hold the adapters only: the frozen weights are those of model.path.
+`load_policy` adds the adapters. `adapter_weights` yields them for servers that hold the frozen weights; `merged_weight`
+merges them into the weights, for Hugging Face folders and for servers without LoRA (`learner.lora.send: merged`).
+Checkpoints hold the adapters only: the frozen weights are those of model.path.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from rayapp.learner.distributed import whole
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
+READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
+"""Name parts of linear layers whose weights are read without a call: routers, and Gemma 3n's coefficients."""
 PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Add adapters to the target modules and freeze all else. `start_adapters` gives them their first values.
+    """Add adapters to the target modules and freeze everything else. `start_adapters` initializes them.
 
     Raises:
         InputError: the model has none of the target modules.
@@ -31,25 +33,25 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 
     targets = chosen_linears(causal_lm, section.target_modules)
     settings = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0)
-    # Hide the model's config, by which peft would adapt experts as well, whose parameters are no linear layers'.
+    # Hide the model's config: peft would use it to adapt experts too, whose parameters aren't in linear layers.
     inject_adapter_in_model(settings, nn.ModuleDict({"model": causal_lm}))
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(ADAPTER in name)
 
 
 def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
-    """Full names of the linear layers of the decoder that have these last names; `all-linear` chooses all.
+    """Return the full names of the decoder's linear layers whose last name is given; `all-linear` chooses all.
 
-    Without the head, which may be shared with the embedding; and without those whose weights are read past them, so
-    that an adapter would do nothing: routers, and what mamba's kernels have fused.
+    Leaves out the head, which may be tied to the embedding, and layers in which an adapter would have no effect, as
+    their weights are read without calling them: READ_PAST, and layers that mamba's kernels fuse.
 
     Raises:
-        InputError: none of them has one of the names.
+        InputError: no layer has one of the names.
     """
     decoder, inside = causal_lm.get_decoder(), {id(part) for part in causal_lm.get_decoder().modules()}
     past = {id(m.out_proj) for m in decoder.modules() if hasattr(m, "cuda_kernels_forward") and hasattr(m, "out_proj")}
     linears = {name for name, m in causal_lm.named_modules() if type(m) is nn.Linear and id(m) in inside - past}
-    names = sorted(name for name in linears if not ROUTERS & set(name.split(".")))
+    names = sorted(name for name in linears if not READ_PAST & set(name.split(".")))
     if target_modules == ("all-linear",):
         return names
     ends = {name.rpartition(".")[2] for name in names}
@@ -62,7 +64,7 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
 
 
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
-    """The whole float32 parameter `name`: W + alpha / rank * B A where it has an adapter. Collective if sharded."""
+    """Return the full parameter `name`; if adapted, W + alpha / rank * B A in float32. Collective if sharded."""
     module, is_adapted, kind = name.partition(BASE)
     weight = whole(parameters[name])
     if not is_adapted or kind != ".weight":
@@ -72,9 +74,9 @@ def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSect
 
 
 def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' whole float32 matrices under peft's names, alpha / rank multiplied into the second ones.
+    """Yield the adapters' full float32 matrices by peft's names, with alpha / rank multiplied into each B.
 
-    Gathering is collective: every rank iterates.
+    Collective: every rank must iterate.
     """
     for name, parameter in causal_lm.named_parameters():
         if ADAPTER not in name:

@@ -1,8 +1,8 @@
-"""The weights at `model.path`, read by every rank for itself: of each tensor only the rows that this rank keeps.
+"""Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
-`load_policy` calls it on a model that is sharded already and holds nothing yet. A rank reads a tensor whole only where
-transformers builds one of the model's out of several of the file's (`WeightConverter`) along the rows; then one at a
-time. Experts that are stacked into one tensor are read one by one, each by the ranks that keep it.
+`load_policy` calls it on a model that is sharded and still has no values. A rank reads full tensors only where
+transformers builds one tensor of the model from several of the files (`WeightConverter`) along the rows, and then one
+at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that keep it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rayapp.core.errors import InputError
 from rayapp.learner.distributed import local_part
-from rayapp.learner.families.hub_names import Source, sources_of
+from rayapp.learner.families.hub_names import TensorOrigin, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.lora import ADAPTER, BASE
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightFiles(Mapping[str, Any]):
-    """Tensors by the names that they have in the files. `[name]` reads nothing yet: `[name][3:5]` reads two rows.
+    """Tensors of the files by name. Lazy: `[name]` reads nothing, `[name][3:5]` reads two rows.
 
     Args:
         path: folder, or name on the hub.
@@ -52,7 +52,7 @@ class WeightFiles(Mapping[str, Any]):
 
 
 def _files(path: str) -> list[str]:
-    """The files with weights, fetched from the hub where `path` is a name there."""
+    """Return the files with weights, fetched from the hub if `path` is a name there."""
     from transformers.utils import cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -77,14 +77,14 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
-    """Fill this rank's part of every parameter but those of adapters, and all persistent buffers.
+    """Fill this rank's part of every parameter except adapters, and all persistent buffers.
 
-    Where the files have both names of a tied parameter, the embedding's counts, which sorts last: as in vLLM.
+    If the files have both tensors of a tied pair, the embedding's is used, as in vLLM.
 
     Args:
         causal_lm: a transformers model whose parameters are sharded (DTensors) or whole, with memory.
     Raises:
-        InputError: the files lack a parameter, or have it in another shape.
+        InputError: a parameter is missing in the files, or has another shape.
     """
     files, targets = WeightFiles(path), tensors_of(causal_lm)
     num_read, filled = 0, set[int]()
@@ -104,18 +104,20 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
 
 
 def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
-    """What the files hold, under the names that it has without adapters: tied parameters under each of theirs."""
+    """Return the model's tensors that the files hold, by their names without adapters; tied ones under all names."""
     named = dict(causal_lm.named_parameters(remove_duplicate=False)) | persistent_buffers(causal_lm)
     return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
 
 
-def read_whole(causal_lm: Any, sources: Mapping[str, Source], files: WeightFiles, names: set[str]) -> dict[str, Tensor]:
-    """Some of the model's tensors, whole, in the dtype of the files.
+def read_whole(
+    causal_lm: Any, sources: Mapping[str, TensorOrigin], files: WeightFiles, names: set[str]
+) -> dict[str, Tensor]:
+    """Read some of the model's tensors in full, in the dtype of the files.
 
     Args:
         causal_lm: a model on the meta device.
-        sources: of all its tensors.
-        names: all of a group (`hub_names.groups_of`), or tensors that are converted alone.
+        sources: origins of all its tensors.
+        names: all names of a group (`hub_names.groups_of`), or tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]
@@ -123,9 +125,9 @@ def read_whole(causal_lm: Any, sources: Mapping[str, Source], files: WeightFiles
 
 
 def _read(
-    causal_lm: Any, first: str, source: Source, files: Mapping[str, Any], targets: dict[str, Tensor]
+    causal_lm: Any, first: str, source: TensorOrigin, files: Mapping[str, Any], targets: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of the model's tensors that come from this source."""
+    """Yield this rank's rows of the model's tensors that come from this source."""
     rows, converter = own_rows(targets[first]), source.converter
     if converter is None:
         [[name]] = source.names.values()
@@ -151,7 +153,7 @@ def _read(
 
 
 def _is_stack(converter: Any) -> bool:
-    """Whether row k of what it makes comes from the k-th tensor of each of its patterns alone: fused experts."""
+    """Return whether row k of a converter's result depends only on the k-th tensor of each pattern: fused experts."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     first, *others = converter.operations
@@ -167,7 +169,7 @@ def _is_stack(converter: Any) -> bool:
 
 
 def own_rows(tensor: Tensor) -> Any:
-    """The rows of the whole tensor that this rank keeps: a slice of the first dimension, or `...` for all."""
+    """Return the rows of the full tensor that this rank keeps: a slice of the first dimension, or `...` for all."""
     if not isinstance(tensor, DTensor):
         return ...
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -175,7 +177,7 @@ def own_rows(tensor: Tensor) -> Any:
 
 
 def start_adapters(causal_lm: nn.Module, seed: int) -> None:
-    """Give adapters the values that peft starts them with, the same for any number of ranks."""
+    """Initialize adapters as peft does, with the same values for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in causal_lm.named_parameters():
         if ".lora_A." in name:
@@ -187,7 +189,7 @@ def start_adapters(causal_lm: nn.Module, seed: int) -> None:
 
 
 def generation_config(path: str) -> Any:
-    """What the model's makers say about sampling, which goes into exports; None where they say nothing."""
+    """Return the model's generation config, which goes into exports; None if it has none."""
     from transformers import GenerationConfig
 
     try:

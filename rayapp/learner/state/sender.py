@@ -1,8 +1,8 @@
-"""The learners' side of vLLM's weight-transfer API: weights go from their memory to the engines', not through Ray.
+"""The learners' side of vLLM's weight-transfer API: sends weights to the engines directly, not through Ray.
 
-Used by the learner actor on every rank (gathering is collective); rank 0 sends. NCCL (split) and CUDA IPC (colocated)
-are vLLM's own backends and need GPUs: **neither has been run on one yet**. `vllm_gloo` is the same on CPU, and is
-what the tests run. Written for vLLM 0.30 and 0.31; older ones lack some of the classes.
+The learner actor uses it on every rank, as gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated)
+are vLLM's own backends and need GPUs: **neither has been run on one yet**. `vllm_gloo` does the same on CPU, and the
+tests run it. Written for vLLM 0.30 and 0.31; older versions lack some of the classes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import ConfigError, WeightSyncError
-from rayapp.engine.weights.background import in_background
-from rayapp.engine.weights.checksum import Sampler, checksum_of, part_of
-from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.core.own_thread import in_thread
+from rayapp.engine.weights.buckets import Sampler, checksum_of, part_of
+from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.policy import PolicyModel
 from rayapp.learner.state.export import device_weights, weight_shapes
 
@@ -30,10 +30,10 @@ WIRE_DTYPE = torch.bfloat16
 
 
 class LearnerSource:
-    """A learner's weights as vLLM's `WeightSource`: one pass per sync; it counts what it gave.
+    """A learner's weights as vLLM's `WeightSource`. Iterated once per sync; counts the tensors it has yielded.
 
     Args:
-        device: where the learner computes, and where the weights are given, also those that live in host memory.
+        device: the learner's device, to which weights in host memory are moved too.
     """
 
     def __init__(self, model: PolicyModel, lora: LoraSection, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class LearnerSource:
         return [ParamMeta(name, WIRE_DTYPE, shape) for name, shape in weight_shapes(self._model)]
 
     def largest_bytes(self) -> int:
-        """Of its largest tensor, mostly the embedding. No bucket may be smaller: vLLM cuts no tensor in two."""
+        """Bytes of its largest tensor, mostly the embedding. A bucket must hold it: vLLM does not split tensors."""
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * WIRE_DTYPE.itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,12 +64,11 @@ class LearnerSource:
 def gathered_in_order(
     tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, each whole before it is given: on a GPU gathering is only queued when the call returns.
+    """Yield the same tensors, each only after its gather has finished (on a GPU the call only queues it).
 
-    vLLM asks for them within streams of its own, and queues a broadcast to the servers behind each bucket. Gathered
-    there, the gathers of rank 0 would wait behind that broadcast while those of the other ranks don't: two
-    communicators in another order on one rank than on the others is how NCCL deadlocks. So all ranks gather in the
-    default stream, and wait for it.
+    vLLM iterates in streams of its own, and queues a broadcast to the servers behind each bucket. In these streams the
+    gathers of rank 0 would wait behind that broadcast while those of the other ranks would not: NCCL deadlocks when
+    ranks use two communicators in different orders. So all ranks gather in the default stream, and wait for it.
     """
     if device.type != "cuda":
         yield from tensors
@@ -81,20 +80,20 @@ def gathered_in_order(
             stream.synchronize()
         if item is None:
             return
-        # Whoever asks copies it in a stream of its own: the allocator may not hand the memory out again before that.
+        # The caller copies it in a stream of its own: the allocator must not reuse the memory before that.
         item[1].record_stream(torch.cuda.current_stream(device))
         yield item
 
 
 class _Exchange:
-    """What rank 0 does towards the servers during a send: vLLM's calls, and its broadcasts.
+    """Rank 0's communication with the servers during a send: vLLM's calls, and its broadcasts.
 
-    After the first failure everything does nothing, and vLLM's own sequence runs to its end: the other ranks gather in
-    step with rank 0 whatever becomes of the servers, and are of use afterwards.
+    After the first failure all methods do nothing, and vLLM's own sequence runs to its end. So the other ranks gather
+    in step with rank 0 even if servers fail, and stay usable.
 
     Args:
-        client: calls every server.
-        timeout_s: of each call.
+        client: client that calls every server.
+        timeout_s: deadline of each call.
     """
 
     def __init__(self, client: Any, timeout_s: float) -> None:
@@ -103,18 +102,18 @@ class _Exchange:
         self._failed: Future[Exception] = Future()
         self._failing = threading.Lock()
         self.group: Any = None
-        """vLLM's communicator, or ours over gloo; None for CUDA IPC."""
+        """vLLM's NCCL communicator, or ours over gloo; None for CUDA IPC."""
 
     @property
     def failure(self) -> Exception | None:
         return self._failed.result() if self._failed.done() else None
 
     def fail(self, error: Exception) -> None:
-        """End everything that waits for a server. The first failure is the one that is told."""
+        """Abort everything that waits for a server. Only the first failure is reported."""
         with self._failing:
             if self._failed.done():
                 return
-            log.warning("weights don't get through to every server: %s", error)
+            log.warning("the weights can't be sent to every server: %s", error)
             self._failed.set_result(error)
         self.close()
 
@@ -133,7 +132,7 @@ class _Exchange:
     def _call(self, call: Callable[[], None]) -> None:
         if self._failed.done():
             return
-        answer = in_background(call)
+        answer = in_thread(call, name="weight-sync")
         either: tuple[Future[Any], ...] = (answer, self._failed)
         wait(either, timeout=self._timeout_s, return_when=FIRST_COMPLETED)
         if answer.done():
@@ -143,7 +142,7 @@ class _Exchange:
             self.fail(TimeoutError(f"no answer within server.sync_timeout_s = {self._timeout_s:g} s"))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """As vLLM's communicator does it."""
+        """Broadcast to the servers, with the signature of vLLM's communicator."""
         if self._failed.done():
             return
         try:
@@ -152,26 +151,26 @@ class _Exchange:
             self.fail(error)
 
     def close(self) -> None:
-        """Destroy the group, which vLLM would only forget: a communicator keeps its memory. Idempotent."""
+        """Destroy the group. Idempotent. vLLM would only drop its reference, which does not free a communicator."""
         if self.group is not None:
             self.group.destroy()
 
 
 class WeightSender:
-    """One learner rank's end of the group. Made once; `send` for every sync.
+    """One learner rank's end of the transfer group. Made once; call `send` for every sync.
 
     Args:
-        client: calls every server; only rank 0's is used.
-        address: rank 0's address, where the servers' workers find it.
-        timeout_s: of each of the servers' answers.
+        client: client that calls every server; only rank 0's is used.
+        address: rank 0's address, to which the servers' workers connect.
+        timeout_s: deadline of each of the servers' answers.
     Raises:
         ConfigError: the transport needs a GPU and there is none.
-        WeightSyncError: somebody did not join.
+        WeightSyncError: a server or learner did not join.
     """
 
     def __init__(
         self,
-        plan: TransferPlan,
+        plan: TransferRanks,
         source: LearnerSource,
         *,
         rank: int,
@@ -207,10 +206,10 @@ class WeightSender:
             self._exchange.group, self._engine.model_update_group = self._engine.model_update_group, self._exchange
 
     def send(self) -> None:
-        """Give every server the weights as they are now. Collective; all ranks stay in step, whatever the servers do.
+        """Send every server the current weights. Collective; the ranks stay in step even if servers fail.
 
         Raises:
-            WeightSyncError: they did not all get there; the group is of no use any more.
+            WeightSyncError: a server did not get all weights; the group can't be used any more.
         """
         with _same_stream(), _plain_segments() if self._shares_memory else nullcontext():
             self._engine.send_weights()
@@ -224,16 +223,16 @@ class WeightSender:
 
 
 def _same_stream() -> AbstractContextManager[object]:
-    """Within, vLLM may change this thread's CUDA stream, as its `current_stream` does; behind it is what it was."""
+    """Context manager that restores this thread's CUDA stream, which vLLM's `current_stream` changes."""
     return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Within, memory is allocated in segments that another process can open.
+    """Context manager that allocates memory in segments that another process can open.
 
-    Expandable ones (`actors/environments/learner.yaml`) are opened through `pidfd_getfd`, which an ordinary user in a
-    container may not call: pytorch issue 165685.
+    Other processes open expandable segments (`actors/environments/learner.yaml`) through `pidfd_getfd`, which an
+    ordinary user in a container may not call: pytorch issue 165685.
     """
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # noqa: SLF001 - torch has no public name for it
     set_allocator("expandable_segments:False")
@@ -249,7 +248,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _init_info(
-    plan: TransferPlan, source: LearnerSource, *, rank: int, address: tuple[str, int], timeout_s: float
+    plan: TransferRanks, source: LearnerSource, *, rank: int, address: tuple[str, int], timeout_s: float
 ) -> Any:
     from rayapp.engine.weights.vllm_gloo import GlooTrainerInitInfo
 

@@ -13,11 +13,10 @@ from typing import Any
 from rayapp.config.config import Config
 from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tools.base import Tool, ToolContext, ToolSchema
-from rayapp.tools.calls import SampleCall, ToolCallParser
+from rayapp.rollout.recorder import AgentLimits
+from rayapp.storage.models.tokenizer import ModelTokenizer, load_tokenizer
+from rayapp.tools.base import SampleCall, Tool, ToolCallParser, ToolContext, ToolSchema
 from rayapp.tools.loading import open_tools
 
 MakeParser = Callable[[str, Any, Sequence[ToolSchema], SampleCall | None], ToolCallParser]
@@ -32,7 +31,8 @@ def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: 
     """vLLM's parser of that name. Raises ConfigError as `load_parser`."""
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
-    return load_parser(name, tokenizer, tools, sample)
+    given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
+    return load_parser(name, given, tools, sample)
 
 
 async def open_loop(

@@ -2,6 +2,8 @@
 
 What the policy does wrong, and what a tool does wrong, becomes the call's result, with a kind that is counted. Only
 infrastructure that failed leaves here as an exception: then the trajectory says nothing about the policy.
+
+`read_calls` and `read_turn` run a parser in a thread beside the event loop, for the agent loop and the gateway.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from rayapp.core.aio import guarded
 from rayapp.core.errors import RayappError
-from rayapp.core.types import CallRecord
-from rayapp.rollout.agent.cutting import cut, readable
-from rayapp.rollout.agent.episode import AgentLimits
-from rayapp.tools.arguments import read_arguments
-from rayapp.tools.base import Tool, ToolFailedError, ToolOutput, finite
-from rayapp.tools.calls import RawCall
-from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure
+from rayapp.core.trajectories import storable
+from rayapp.core.types import CallRecord, ExecRecord
+from rayapp.rollout.agent.text import cut, readable
+from rayapp.rollout.recorder import AgentLimits
+from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
+from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure, read_arguments
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
 async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord) -> CallRecord:
     try:
         async with asyncio.timeout(tool.timeout_s):
-            output = _usable(await tool.execute(states[record.name], arguments))
+            output = _usable(await guarded(lambda: tool.execute(states[record.name], arguments)))
     except RayappError as error:
         raise infrastructure(error, f"tool {record.name}") from error
     except ToolFailedError:
@@ -77,9 +80,55 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 
 def _usable(output: ToolOutput) -> ToolOutput:
-    """What a tool gave, if it is what it promised. Raises TypeError, ValueError or OverflowError."""
+    """Return the tool's output if its fields have the declared types. Raises TypeError, ValueError or OverflowError."""
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
     if not isinstance(output.answer, str | None):
         raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
-    return output if output.reward is None else replace(output, reward=finite(output.reward))
+    if not all(isinstance(ran, ExecRecord) for ran in output.execs):
+        raise TypeError("ToolOutput.execs must be records of executions")
+    reward = None if output.reward is None else storable(output.reward)
+    return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
+
+
+PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
+"""Parsers take up to a second for what a policy can write; their regular expressions release the interpreter's lock, so
+other trajectories go on. One thread, because parsers keep state."""
+
+
+async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
+    """The calls in the part of a turn where they count.
+
+    Args:
+        who: the request, for the log.
+    """
+    try:
+        calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
+    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+        return (_failed(error, who),)
+    return _at_most(calls)
+
+
+async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[RawCall, ...], str]:
+    """The calls as `read_calls` has them, and what is said beside them."""
+
+    def read() -> tuple[tuple[RawCall, ...], str]:
+        calls = parser.parse(text)
+        return calls, parser.words(text) if calls else text
+
+    try:
+        calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
+    except Exception as error:  # boundary: as in read_calls
+        return (_failed(error, who),), text
+    return _at_most(calls), words
+
+
+def _failed(error: Exception, who: str) -> RawCall:
+    log.warning("%s: the tool parser failed: %s: %s", who, type(error).__name__, error)
+    return RawCall(problem=f"the parser failed ({type(error).__name__})")
+
+
+def _at_most(calls: tuple[RawCall, ...]) -> tuple[RawCall, ...]:
+    if len(calls) <= MAX_CALLS:
+        return calls
+    return (*calls[:MAX_CALLS], RawCall(problem=f"calls after the first {MAX_CALLS} of a turn are not read"))

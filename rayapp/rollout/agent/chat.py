@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayapp.core.errors import ConfigError
-from rayapp.rollout.agent.cutting import Neutralizer, marks
-from rayapp.rollout.agent.frames import frame, join
-from rayapp.tools.base import ToolSchema
-from rayapp.tools.calls import SampleCall
+from rayapp.rollout.agent.text import Neutralizer, frame, join, marks
+from rayapp.tools.base import SampleCall, ToolSchema
 
 Message = Mapping[str, Any]
 _STAND_IN = "Stand-in-for-what-was-sampled"
@@ -30,7 +28,8 @@ _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
-_MOST_FRAMES = 256
+_MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
+"""Frames that are kept, and the messages and the characters of names that each is for: agents choose all three."""
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
@@ -71,7 +70,7 @@ class ChatFormat:
         self._schemas = tuple(tools)
         self._tools = [tool.as_openai() for tool in tools]
         self._options: dict[str, Any] = {"chat_template": template} if template else {}
-        self._special_ids = _special_ids(tokenizer)
+        self._special_ids = special_ids(tokenizer)
         self._end_text = self._end_of_turn()
         self._end_ids = self._encode(self._end_text)
         self._needs_calls = False
@@ -83,7 +82,7 @@ class ChatFormat:
             self._check_tools()
 
     def without_tools(self) -> ChatFormat:
-        """The same for prompts that tell of no tools."""
+        """Return this format for prompts that list no tools."""
         return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
 
     @property
@@ -113,7 +112,7 @@ class ChatFormat:
         return text
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, with the tokens that a tool parser looks for and without the end of the turn."""
+        """Return the text of a turn, with the tokens that a tool parser looks for and without the end of the turn."""
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         if kept == len(token_ids) and self._ends_otherwise(token_ids):
             kept -= 1
@@ -131,7 +130,7 @@ class ChatFormat:
         return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
 
     def continuation_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """What stands between a sampled turn and the next: never sampled, so never trained on.
+        """Return the tokens between a sampled turn and the next: never sampled, so never trained on.
 
         Args:
             sampled_ids: the turn; what it already holds of the turn's end is not repeated.
@@ -144,9 +143,13 @@ class ChatFormat:
             repeated = 1
         return ids[repeated:]
 
-    def harmless(self, message: Message) -> Message:
-        """The message with the model's control tokens in its content broken up."""
-        return {**message, "content": self._neutralize(message["content"])}
+    def harmless(self, data: Any) -> Any:
+        """Return a message, or other JSON data, with the model's control tokens in all its texts broken up."""
+        if isinstance(data, str):
+            return self._neutralize(data)
+        if isinstance(data, Mapping):
+            return {self.harmless(key): self.harmless(value) for key, value in data.items()}
+        return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
     def sample_call(self) -> SampleCall | None:
         """A call of one of the tools as the template writes what an assistant said; None if it writes no calls."""
@@ -183,14 +186,17 @@ class ChatFormat:
 
     def _written(self, messages: Sequence[Message]) -> str:
         """`_after_turn`; what the template writes around messages is rendered once for messages of the same tools."""
-        if any(message.keys() - _FRAMED for message in messages):
+        if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
-        if key not in self._frames:
-            if len(self._frames) >= _MOST_FRAMES:
-                self._frames.clear()
-            self._frames[key] = frame(lambda texts: self._after_turn(_saying(messages, texts)), len(messages))
-        around = self._frames[key]
+        if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
+            return self._after_turn(messages)
+        frames = self._frames  # Threads of several sessions come here.
+        if key not in frames:
+            if len(frames) >= _MOST_FRAMES:
+                self._frames = frames = {}
+            frames[key] = frame(lambda texts: self._after_turn(_saying(messages, texts)), len(messages))
+        around = frames[key]
         if around is None:
             return self._after_turn(messages)
         return join(around, [message["content"] for message in messages])
@@ -291,7 +297,8 @@ def _added(tokenizer: ChatTokenizer) -> Mapping[int, Any]:
     return added
 
 
-def _special_ids(tokenizer: ChatTokenizer) -> set[int]:
+def special_ids(tokenizer: ChatTokenizer) -> set[int]:
+    """Return the ids of all special tokens: those with a role, such as eos, and added ones marked special."""
     marked = (token_id for token_id, token in _added(tokenizer).items() if getattr(token, "special", False))
     return {*tokenizer.all_special_ids, *marked}
 
@@ -308,7 +315,7 @@ def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
 
 
 def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
-    """The same messages with other contents."""
+    """Return the messages with other contents."""
     return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
@@ -322,7 +329,7 @@ def _call(name: str, arguments: object, index: int = 0) -> Message:
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
-    """Of the tool's texts and integers, which every call format can write."""
+    """Return example arguments for the tool's texts and integers, which every call format can write."""
     samples: Mapping[object, object] = {"string": "some text", "integer": 3}
     properties = tool.parameters.get("properties") or {}
     return {

@@ -16,20 +16,17 @@ from dataclasses import dataclass, field, replace
 from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams
-from rayapp.rollout.agent.calls import run_call, too_many
+from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.calls import read_calls, run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
-from rayapp.rollout.agent.parsing import read_calls
-from rayapp.rollout.agent.transcript import Transcript
-from rayapp.tools.base import ToolFailedError
-from rayapp.tools.calls import RawCall, ToolCallParser, after_thoughts
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.tools.base import RawCall, ToolCallParser, ToolFailedError, after_thoughts
 from rayapp.tools.toolset import ToolSet, ToolStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """What all episodes of a process share."""
+    """Template, parser, tools and limits of all episodes of a process."""
 
     chat: ChatFormat
     parser: ToolCallParser
@@ -39,13 +36,13 @@ class AgentLoop:
     """Results are a user's messages: the policy knows of no tools."""
 
     async def run(
-        self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str
+        self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Episode:
-        """One episode. No deadline of its own but those of the tools: the caller sets one.
+        """Play one episode. Only its tools have deadlines: the caller sets one for the episode.
 
         Args:
             sampling: of every turn; `max_tokens` is lowered to what is left of the episode.
-            request_id: turn N asks the engine as `request_id/turn=N`, from `prompt.first_turn` on.
+            request_id: id of the trajectory; turns are numbered from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
             SandboxConfigError: no sandbox can ever be had with this configuration.
@@ -80,7 +77,7 @@ class _Episode:
     loop: AgentLoop
     engine: RolloutEngine
     sampling: SamplingParams
-    request_id: str
+    request_id: RequestId
     prompt: AgentPrompt
     transcript: Transcript = field(init=False)
 
@@ -112,10 +109,10 @@ class _Episode:
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
-        request_id = f"{self.request_id}/turn={self.prompt.first_turn + len(self.transcript.turns)}"
+        request_id = self.request_id._replace(turn=self.prompt.first_turn + len(self.transcript.turns))
         completion = await self.transcript.sample_turn(self.engine, request_id, sampling, self._text_of)
         said = after_thoughts(self.transcript.turns[-1].text)
-        return completion, await read_calls(self.loop.parser, said, self.request_id)
+        return completion, await read_calls(self.loop.parser, said, str(self.request_id))
 
     def _text_of(self, completion: Completion) -> str:
         return self.loop.chat.turn_text(completion.token_ids.tolist())

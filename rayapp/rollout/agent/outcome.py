@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import replace
 
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
-from rayapp.rollout.agent.episode import Episode
+from rayapp.rollout.recorder import Episode
+from rayapp.tasks.verdict import ToolRewards
 
 _FAILURE_KINDS = {
     RolloutStatus.ERROR_TOOL: "tool_unavailable",
@@ -19,25 +20,24 @@ _FAILURE_KINDS = {
 }
 
 
-def with_terms(reward: Reward | None, episode: Episode) -> Reward:
-    """The reward with `episode_terms` added; for an episode that failed and has none, one that is not valid."""
-    if reward is None:
-        reward = Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
+def failure_of(episode: Episode) -> Reward:
+    """Return the invalid reward of an episode that failed."""
+    return Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
+
+
+def with_terms(reward: Reward, episode: Episode) -> Reward:
+    """Return the reward with `episode_terms` added."""
     return replace(reward, terms={**reward.terms, **episode_terms(episode)})
 
 
-def tool_reward(episode: Episode) -> float:
-    """Sum of what the tools gave for single calls."""
-    return sum(call.reward for call in episode.calls if call.reward is not None)
-
-
-def tool_verdict(episode: Episode) -> float:
-    """Sum of the tools' verdicts on the whole episode, from those that have one."""
-    return sum(episode.tool_rewards.values())
+def tool_rewards(episode: Episode) -> ToolRewards:
+    """Return the sums of the rewards that the episode's tools gave."""
+    calls = sum(call.reward for call in episode.calls if call.reward is not None)
+    return ToolRewards(calls=calls, verdicts=sum(episode.tool_rewards.values()))
 
 
 def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -> Trajectory:
-    """The trajectory of an episode.
+    """Return the trajectory of an episode.
 
     Args:
         asked_version: policy version of an episode that ended before the policy spoke.
@@ -64,7 +64,7 @@ def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -
 
 
 def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    """The trajectory with this reward; one that is not valid is how a trajectory ended that had not failed before."""
+    """Return the trajectory with this reward; an invalid reward makes a trajectory that had not failed a failed one."""
     status = trajectory.status
     if not reward.valid and not status.is_error:
         is_own = reward.failure_kind.startswith(("reward_", "judge_"))
@@ -73,7 +73,7 @@ def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
 
 
 def episode_terms(episode: Episode) -> dict[str, float]:
-    """What happened, as numbers that are recorded beside the reward's own terms.
+    """Return numbers about the episode that are recorded beside the reward's own terms.
 
     Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
     "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.

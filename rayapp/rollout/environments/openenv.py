@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType
 
 from rayapp.core.errors import ConfigError, ToolUnavailableError
-from rayapp.rollout.agent.episode import Episode
-from rayapp.tasks.environments.files import OpenEnvEnvironment
-from rayapp.tasks.environments.task import Columns, EnvironmentTask
-from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema, finite
+from rayapp.core.trajectories import storable
+from rayapp.rollout.recorder import Episode
+from rayapp.tasks.environments.files import Columns, EnvironmentTask, OpenEnvEnvironment
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _MAX_MESSAGE_BYTES = 16 << 20
+_FULL_PAUSE_S = 1.0
 _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""What a server says of an action that it can't take; anything else is the server's trouble."""
+"""Error codes of a server for an action that it can't take; any other error is the server's failure."""
 
 
 @dataclass(slots=True)
@@ -42,24 +44,40 @@ class OpenEnvStage:
         if field := self.environment.text_field:
             self._check_is_text(field, _step(action).parameters)
         try:
-            async with self.scene() as scene:
-                await scene.reset({"seed": self.environment.seed, **self.environment.reset})
+            async with asyncio.timeout(self.environment.timeout_s), self.scene() as scene:
+                await scene.reset(self._first)
                 self._takes_calls = {"tool_name", "arguments"} <= action.get("properties", {}).keys()
                 return await scene.tools() if self._takes_calls else [_step(action)]
         except ToolUnavailableError as error:
             raise ConfigError(f"{self._where}: {error}") from error
+        except TimeoutError as error:
+            raise ConfigError(f"{self._where} had no free session in {self.environment.timeout_s:g} s") from error
+
+    async def holds_one_session(self) -> bool:
+        """Return whether the server refuses a second session beside a first, as one made by `openenv init` does."""
+        async with self.scene() as first, self.scene() as second:
+            await first.reset(self._first)
+            try:
+                await second.ask("reset", self._first)
+            except _ServerFullError:
+                return True
+            return False
 
     @asynccontextmanager
     async def scene(self) -> AsyncIterator[OpenEnvScene]:
         """See `Stage`."""
-        url, timeout_s = self.environment.url, self.environment.timeout_s
+        timeout_s = self.environment.timeout_s
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
+            scene = OpenEnvScene(session, self.environment, self._takes_calls)
+            await scene.connect()
             try:
-                socket = await session.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=timeout_s)
-            except (OSError, ClientError) as error:
-                raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
-            async with socket:
-                yield OpenEnvScene(socket, self.environment, self._takes_calls)
+                yield scene
+            finally:
+                await scene.close()
+
+    @property
+    def _first(self) -> Columns:
+        return {"seed": self.environment.seed, **self.environment.reset}
 
     def _check_is_text(self, field: str, parameters: Mapping[str, Any]) -> None:
         texts = [name for name, schema in parameters["properties"].items() if schema.get("type") == "string"]
@@ -95,29 +113,54 @@ class OpenEnvStage:
             ) from None
 
 
+class _ServerFullError(ToolUnavailableError):
+    """All sessions of the server are taken."""
+
+
 @dataclass(slots=True)
 class OpenEnvScene:
-    """See `scene.Scene`."""
+    """See `scene.Scene`; `connect` it, and `close` it."""
 
-    socket: ClientWebSocketResponse
+    session: ClientSession
     environment: OpenEnvEnvironment
     takes_calls: bool
     rewards: list[float] = field(default_factory=list)
     is_done: bool = False
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _socket: ClientWebSocketResponse = field(init=False)
+
+    async def connect(self) -> None:
+        """Raise ToolUnavailableError if the server can't be reached."""
+        url, timeout_s = self.environment.url, self.environment.timeout_s
+        try:
+            self._socket = await self.session.ws_connect(
+                f"{url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=timeout_s
+            )
+        except (OSError, ClientError) as error:
+            raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._socket.close()
 
     async def reset(self, columns: Columns) -> str:
-        try:
-            return _shown((await self._ask("reset", columns))["observation"])
-        except ToolFailedError as error:
-            raise ToolUnavailableError(f"{self.environment.url}: reset failed: {error}") from error
+        """Begin. A server that holds no more sessions is asked again until one is free: the group has a deadline."""
+        while True:
+            try:
+                return _shown((await self.ask("reset", columns))["observation"])
+            except _ServerFullError:
+                await self.close()
+                await asyncio.sleep(_FULL_PAUSE_S * random.uniform(0.5, 1.0))
+                await self.connect()
+            except ToolFailedError as error:
+                raise ToolUnavailableError(f"{self.environment.url}: reset failed: {error}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         async with self._one_at_a_time:
             if self.is_done:
                 raise ToolFailedError("the episode is over")
             action = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self.takes_calls else arguments
-            stepped = await self._ask("step", action)
+            stepped = await self.ask("step", action)
         reward = _number(stepped.get("reward"), self.environment.url)
         self.rewards += [] if reward is None else [reward]
         self.is_done = bool(stepped.get("done"))
@@ -130,8 +173,8 @@ class OpenEnvScene:
         return float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """Of an environment whose actions are calls of MCP tools."""
-        observation = (await self._ask("step", {"type": "list_tools"}))["observation"]
+        """Return the tools of an environment whose actions are calls of MCP tools."""
+        observation = (await self.ask("step", {"type": "list_tools"}))["observation"]
         try:
             return [
                 ToolSchema(name=tool["name"], description=tool["description"], parameters=tool["input_schema"])
@@ -140,7 +183,7 @@ class OpenEnvScene:
         except (KeyError, TypeError) as error:
             raise ToolUnavailableError(f"{self.environment.url}: it does not say which tools there are") from error
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """The observation, with `reward` and `done` beside it.
 
         Raises:
@@ -150,8 +193,10 @@ class OpenEnvScene:
         url = self.environment.url
         try:
             async with asyncio.timeout(self.environment.timeout_s):
-                await self.socket.send_json({"type": kind, "data": data})
-                message = await self.socket.receive()
+                # A server that closes the session may have said why before.
+                with suppress(ConnectionError):
+                    await self._socket.send_json({"type": kind, "data": data})
+                message = await self._socket.receive()
         except TimeoutError as error:
             raise ToolUnavailableError(f"{url}: no answer to {kind} in {self.environment.timeout_s:g} s") from error
         except (OSError, ClientError) as error:
@@ -169,9 +214,10 @@ class OpenEnvScene:
                 code, why = data.get("code"), str(data.get("message"))
                 if code in _POLICYS_FAULT:
                     raise ToolFailedError(f"{why} {json.dumps(data['errors'])}" if "errors" in data else why)
-                raise ToolUnavailableError(f"{url}: {code}: {why}")
+                kind_of_error = _ServerFullError if code == "CAPACITY_REACHED" else ToolUnavailableError
+                raise kind_of_error(f"{url}: {code}: {why}")
             return {**data, "observation": dict(data["observation"])}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ToolUnavailableError(
                 f"{url}: it speaks another version: {text[:200]!r} is no observation. OpenEnv 0.2 or newer is needed"
             ) from error
@@ -179,7 +225,7 @@ class OpenEnvScene:
 
 def _number(value: Any, url: str) -> float | None:
     try:
-        return None if value is None else finite(value)
+        return None if value is None else storable(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is no finite number") from error
 

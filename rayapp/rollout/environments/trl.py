@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayapp.core.aio import as_exception, guarded
 from rayapp.core.errors import ConfigError, ToolUnavailableError
 from rayapp.core.own_thread import in_thread
-from rayapp.rollout.agent.episode import Episode
+from rayapp.core.trajectories import storable
+from rayapp.rollout.recorder import Episode
 from rayapp.tasks.custom_rewards import load_function
-from rayapp.tasks.environments.files import TrlEnvironment
-from rayapp.tasks.environments.task import Columns, EnvironmentTask
-from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema, finite
+from rayapp.tasks.environments.files import Columns, EnvironmentTask, TrlEnvironment
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _GONE = re.compile("Connect|Disconnect|Timeout")
 """ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of aiohttp…"""
@@ -99,7 +100,7 @@ class TrlScene:
     async def reward(self, task: EnvironmentTask, episode: Episode) -> float:
         value = await self._value(task, episode)
         try:
-            return finite(value)
+            return storable(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise self._lost(f"its reward {value!r:.80} is no finite number") from error
 
@@ -164,7 +165,8 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
-    """What it returns, awaited if it has to be. A blocking one runs in a thread, which is left behind at its deadline.
+    """Return the method's result, awaited if needed. A blocking method runs in a thread, left behind at its
+    deadline.
 
     Raises:
         ToolUnavailableError: it took too long, or raised; then that is the cause.
@@ -172,14 +174,10 @@ async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **
     try:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(function):
-                return await function(**arguments)
-            found = await asyncio.wrap_future(in_thread(lambda: function(**arguments), _plain))
-            return await found if inspect.isawaitable(found) else found
+                return await guarded(lambda: function(**arguments))
+            found = await asyncio.wrap_future(in_thread(lambda: function(**arguments), as_exception))
+            return await guarded(lambda: found) if inspect.isawaitable(found) else found
     except TimeoutError as error:
         raise ToolUnavailableError(f"{what} did not answer within {timeout_s:g} s") from error
     except Exception as error:  # boundary: the user's code
         raise ToolUnavailableError(f"{what} raised {type(error).__name__}: {error}"[:500]) from error
-
-
-def _plain(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -3,60 +3,76 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
+from rayapp.rollout.gateway.conversation import Ask, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields
 from rayapp.rollout.gateway.reading import (
+    call_form,
     content,
     distribution,
     event,
-    neutral,
+    flag,
+    json_form,
     objects,
     pieces,
     positive,
     refuse,
+    stops,
     text,
-    texts,
     tool,
+    tools,
 )
-from rayapp.rollout.gateway.refusals import Kind, RefusedError
+from rayapp.tools.base import ToolSchema
 
 _TYPES: dict[Kind, str] = {
     "key": "authentication_error",
     "unknown": "not_found_error",
+    "no_path": "not_found_error",
+    "no_model": "not_found_error",
     "too_large": "request_too_large",
     "busy": "rate_limit_error",
     "engine": "api_error",
 }
 _SCHEMA = "input_schema"
+_FIELDS = names("""
+    max_tokens messages model output_config output_format seed stop_sequences stream system temperature thinking
+    tool_choice tools top_k top_p
+    """)
 
 
 class AnthropicMessages:
     """See `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
-        chosen = body.get("tool_choice") or {}
-        if not isinstance(chosen, dict) or chosen.get("type", "auto") not in ("auto", "none"):
-            raise refuse(f"tool_choice {chosen!r:.60} is not offered: the policy is sampled as it is trained")
-        neutral(body, "mcp_servers", [])
-        thinking = body.get("thinking") or {}
+        others = other_fields(body, _FIELDS)
+        chosen, output = _object(body, "tool_choice"), _object(body, "output_config")
+        several = not flag(chosen.get("disable_parallel_tool_use"), "disable_parallel_tool_use", default=False)
+        brought = tools(body.get("tools"), lambda each, i: tool(_own(each, i), f"tools[{i}]", _SCHEMA))
+        thinking = _object(body, "thinking").get("type", "disabled") != "disabled"
         system = content(body.get("system"), "system")
         head = (Said(role="system", text=system),) if system else ()
         said = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
+        form = json_form(output.get("format") or body.get("output_format"), "output_config.format")
         return Ask(
             messages=(*head, *said),
-            tools=tuple(
-                tool(_own(each, i), f"tools[{i}]", _SCHEMA)
-                for i, each in enumerate(objects(body.get("tools"), "tools"))
-            ),
+            tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
-            stop=texts(body.get("stop_sequences"), "stop_sequences"),
+            stop=stops(body.get("stop_sequences"), "stop_sequences"),
             distribution=distribution(body),
+            form=_chosen_calls(chosen, brought, several=several) or form,
             reads_calls=chosen.get("type") != "none",
+            several_calls=several,
             is_stream=bool(body.get("stream")),
-            wants_thoughts=isinstance(thinking, dict) and thinking.get("type", "disabled") != "disabled",
+            wants_thoughts=thinking,
+            not_followed=(
+                *others.not_followed,
+                *(["thinking"] if thinking else []),
+                *(f"output_config.{name}" for name in output if name != "format"),
+            ),
+            unknown=others.unknown,
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
@@ -90,6 +106,26 @@ class AnthropicMessages:
 
     def refusal_event(self, refused: RefusedError) -> bytes:
         return event(self.refusal(refused), "error")
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field's value; an empty object for null."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise refuse(f"{name} must be an object, not {value!r:.40}")
+    return value or {}
+
+
+def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
+    """The form of the calls that `tool_choice` demands; None: it leaves the choice to the policy."""
+    match choice.get("type", "auto"):
+        case "auto" | "none":
+            return None
+        case "any":
+            return call_form(brought, None, several=several)
+        case "tool":
+            return call_form(brought, text(choice.get("name"), "tool_choice.name"), several=several)
+    raise refuse(f"tool_choice must have the type auto, none, any or tool, not {choice!r:.60}")
 
 
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
@@ -166,7 +202,7 @@ def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
         case "text":
             return block | {"text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
         case _:
-            whole = json.dumps(block["input"], ensure_ascii=False)
+            whole = json.dumps(block["input"])
             return block | {"input": {}}, [
                 {"type": "input_json_delta", "partial_json": piece} for piece in pieces(whole)
             ]

@@ -17,16 +17,15 @@ from typing import Any
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.build import MakeParser, sample_of, vllm_parser
+from rayapp.rollout.agent.calls import PARSING
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.loops import NoCalls
-from rayapp.rollout.agent.parsing import PARSING
-from rayapp.rollout.gateway.conversation import Key, Said
-from rayapp.rollout.gateway.refusals import RefusedError
+from rayapp.rollout.agents import NoCalls
+from rayapp.rollout.gateway.conversation import Key, RefusedError, Said
 from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tools.base import ToolSchema
-from rayapp.tools.calls import ToolCallParser
+from rayapp.tools.base import ToolCallParser, ToolSchema
 
-_MOST_KEPT = 64
+_MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
+"""Sets of tools, and their length as JSON, all together."""
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 """New objects before the youngest are looked at, and how many such looks before older ones are; Python's are 700, 10,
 10."""
@@ -34,7 +33,7 @@ _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How conversations with one set of tools are written and read."""
+    """Template and parser of conversations with one set of tools."""
 
     key: Key
     chat: ChatFormat
@@ -84,22 +83,30 @@ class Formats:
         if not tools:
             return self.plain
         key = (json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]),)
-        if key not in self._made:
+        if (found := self._made.get(key)) is None:
             # The thread of all parsers: importing vLLM takes seconds, and parsers keep state.
-            self._made[key] = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))
-        while len(self._made) > _MOST_KEPT:
-            self._made.popitem(last=False)
+            found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))
+            self._made[key] = found
         self._made.move_to_end(key)
-        return self._made[key]
+        while len(self._made) > _MOST_KEPT or sum(len(str(made[0])) for made in self._made) > _MOST_KEPT_CHARS:
+            self._made.popitem(last=False)
+        return found
 
     def _make(self, key: Key, tools: tuple[ToolSchema, ...]) -> Format:
         try:
-            chat = ChatFormat(self._tokenizer, tools, template=self._template, name=self._model)
-            parser = self._make_parser(self._parser, self._tokenizer, tools, sample_of(chat, self._parser))
-        except ConfigError as error:
+            told = [self._harmless(tool) for tool in tools]
+            chat = ChatFormat(self._tokenizer, told, template=self._template, name=self._model)
+            parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
+        except Exception as error:  # boundary: templates and parsers are programs, and read what an agent brings
             raise RefusedError("invalid", f"these tools can't be told to the policy: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
+
+    def _harmless(self, tool: ToolSchema) -> ToolSchema:
+        told = self.plain.chat.harmless(
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        )
+        return ToolSchema(**told)
 
 
 def _collect_less_garbage() -> None:
@@ -116,25 +123,30 @@ def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
     """A whole conversation as the model's template writes it, for the policy to go on.
 
     Raises:
-        RefusedError: the template refuses it.
+        RefusedError: the template or the tokenizer refuses it.
     """
     try:
         return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
-    except ConfigError as error:
-        raise RefusedError("invalid", str(error)) from error
+    except Exception as error:  # boundary: a template is a program, and reads what an agent has said
+        raise _unwritten(error) from error
 
 
 def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, messages: Sequence[Said]) -> list[int]:
-    """What others said after a sampled turn, as it follows that.
+    """Return the tokens of messages that follow a sampled turn.
 
     Raises:
-        RefusedError: the template can't write it.
+        RefusedError: the template or the tokenizer refuses it.
     """
     told = as_template_reads([reply, *messages])[1:]
     try:
         return chat.continuation_ids(sampled_ids, told)
-    except Exception as error:  # boundary: a template is a program, and reads what a tool has said
-        raise RefusedError("invalid", f"the chat template can't write these messages: {error}") from error
+    except Exception as error:  # boundary: as in rendered
+        raise _unwritten(error) from error
+
+
+def _unwritten(error: Exception) -> RefusedError:
+    why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return RefusedError("invalid", f"the chat template can't write these messages: {why:.300}")
 
 
 def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:

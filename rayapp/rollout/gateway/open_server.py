@@ -1,4 +1,4 @@
-"""A policy for everybody who has the key, and for nobody to train on: what `rayapp serve` answers with.
+"""Server of `rayapp serve`: any client with the key may sample from the policy; nothing is recorded for training.
 
     POST /v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
     GET /metrics | /health    without a key
@@ -9,9 +9,10 @@ distribution, since harnesses choose theirs.
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
@@ -19,16 +20,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.server import Api, Listening, check_key
+from rayapp.rollout.gateway.listening import Listening
+from rayapp.rollout.gateway.server import Api, check_key
 from rayapp.rollout.gateway.session import MOST_CHOICES, Session, SessionLimits
 
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Numbers:
-    """What `/metrics` tells, in a registry of its own: there may be several servers in a process."""
+    """Metrics of `/metrics`, in a registry per server: a process may have several servers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -52,8 +54,8 @@ class Numbers:
         )
 
 
-class _OpenDoor:
-    """Lets in who has the key, each into a session that ends with the call."""
+class OpenDoor:
+    """Opens a session for each call that has the key; the session ends with the call."""
 
     def __init__(self, formats: Formats, engine: RolloutEngine, max_tokens: int, temperature: float, key: str) -> None:
         self._formats, self._engine, self._key = formats, engine, key
@@ -70,7 +72,7 @@ class _OpenDoor:
             sampling=self._sampling,
             limits=self._limits,
             follows_requests=True,
-            request_id=f"serve={uuid.uuid4().hex}",
+            request_id=RequestId("serve", uuid.uuid4().int),
         )
         try:
             yield session
@@ -113,8 +115,8 @@ async def open_to_all(
     max_tokens: int,
     key: str,
     temperature: float = 1.0,
-    host: str = "127.0.0.1",
-    port: int = 0,
+    sockets: Sequence[socket.socket],
+    max_connections: int = 0,
 ) -> AsyncIterator[str]:
     """A server that answers until the block is left. The value is its address.
 
@@ -123,11 +125,20 @@ async def open_to_all(
         max_tokens: prompt and answer of a call together.
         key: what clients send.
         temperature: of requests that don't name one.
-        port: 0 takes a free one.
-    Raises:
-        ConfigError: the address can't be had.
+        sockets: `bound`, where it listens.
+        max_connections: at once; 0: half of the descriptors of this process, at most 1024.
     """
-    door = _OpenDoor(formats, engine, max_tokens, temperature, key)
+    door = OpenDoor(formats, engine, max_tokens, temperature, key)
+    listening = Listening(open_application(door, model), max_connections=max_connections)
+    try:
+        await listening.start(sockets)
+        yield listening.url
+    finally:
+        await listening.close()
+
+
+def open_application(door: OpenDoor, model: str) -> web.Application:
+    """Return the application of such a server."""
     app = Api(door, model=model).application()
     app.middlewares.append(door.count)
 
@@ -141,9 +152,4 @@ async def open_to_all(
 
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/health", health)
-    listening = Listening(app)
-    try:
-        await listening.start(host, port)
-        yield listening.url
-    finally:
-        await listening.close()
+    return app

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
+from rayapp.rollout.gateway.conversation import Ask, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields
 from rayapp.rollout.gateway.reading import (
+    call_form,
     content,
     distribution,
     event,
-    neutral,
+    flag,
+    json_form,
     objects,
     pieces,
     positive,
     refuse,
+    stops,
     text,
-    texts,
     tool,
+    tools,
 )
-from rayapp.rollout.gateway.refusals import Kind, RefusedError
 from rayapp.tools.base import ToolSchema
 
 _CODES: dict[Kind, tuple[str, str | None]] = {
     "key": ("authentication_error", "invalid_api_key"),
     "unknown": ("invalid_request_error", "session_not_found"),
+    "no_path": ("invalid_request_error", "unknown_url"),
+    "no_model": ("invalid_request_error", "model_not_found"),
     "over": ("invalid_request_error", "session_over"),
     "turns": ("invalid_request_error", "turn_limit_reached"),
     "tokens": ("invalid_request_error", "context_length_exceeded"),
     "busy": ("rate_limit_error", "too_many_calls"),
     "engine": ("server_error", "policy_unavailable"),
 }
+_FIELDS = names("""
+    max_completion_tokens max_tokens messages model n parallel_tool_calls response_format seed stop stream
+    stream_options temperature tool_choice tools top_k top_p
+    """)
 
 
 class OpenAIChat:
     """See `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
-        neutral(body, "response_format", {"type": "text"})
-        neutral(body, "tool_choice", "auto", "none")
-        for name in ("functions", "function_call", "audio", "logit_bias"):
-            neutral(body, name, {}, [])
-        for name in ("frequency_penalty", "presence_penalty", "logprobs"):
-            neutral(body, name, 0, False)
+        others = other_fields(body, _FIELDS)
         stream = body.get("stream_options") or {}
+        brought = tools(body.get("tools"), _tool)
+        several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
+        form = json_form(body.get("response_format"), "response_format", "json_schema")
         return Ask(
             messages=tuple(_said(message, i) for i, message in enumerate(objects(body.get("messages"), "messages"))),
-            tools=tuple(_tool(each, i) for i, each in enumerate(objects(body.get("tools"), "tools"))),
+            tools=brought,
             model=text(body.get("model"), "model") or "policy",
             num_choices=positive(body.get("n"), "n") or 1,
-            max_tokens=positive(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
-            stop=texts(body.get("stop"), "stop"),
+            max_tokens=positive(body.get("max_completion_tokens"), "max_completion_tokens")
+            or positive(body.get("max_tokens"), "max_tokens"),
+            stop=stops(body.get("stop"), "stop"),
             distribution=distribution(body),
+            form=chosen_calls(body.get("tool_choice"), brought, several=several) or form,
             reads_calls=body.get("tool_choice") != "none",
+            several_calls=several,
             is_stream=bool(body.get("stream")),
             wants_usage=isinstance(stream, dict) and bool(stream.get("include_usage")),
+            not_followed=others.not_followed,
+            unknown=others.unknown,
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
@@ -90,6 +102,18 @@ class OpenAIChat:
 
     def refusal_event(self, refused: RefusedError) -> bytes:
         return event(self.refusal(refused))
+
+
+def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
+    """Return the form of the calls that OpenAI's `tool_choice` demands; None: it leaves the choice to the policy."""
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return call_form(brought, None, several=several)
+    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise refuse(f"tool_choice must be auto, none, required or a function, not {choice!r:.60}")
+    return call_form(brought, text(function.get("name"), "tool_choice.name"), several=several)
 
 
 def _said(message: Mapping[str, Any], index: int) -> Said:

@@ -6,21 +6,23 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
-from rayapp.rollout.gateway.openai_chat import OpenAIChat
+from rayapp.rollout.gateway.conversation import Ask, Choice, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields
+from rayapp.rollout.gateway.openai_chat import OpenAIChat, chosen_calls
 from rayapp.rollout.gateway.reading import (
     content,
     distribution,
     event,
-    neutral,
+    flag,
+    json_form,
     objects,
     pieces,
     positive,
     refuse,
     text,
     tool,
+    tools,
 )
-from rayapp.rollout.gateway.refusals import RefusedError
 from rayapp.tools.base import ToolSchema
 
 _EMPTY: dict[str, dict[str, Any]] = {
@@ -28,6 +30,20 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "reasoning": {"summary": []},
     "function_call": {"arguments": ""},
 }
+_FIELDS = names("""
+    input instructions max_output_tokens model parallel_tool_calls previous_response_id seed stream temperature text
+    tool_choice tools top_k top_p
+    """)
+_ECHOED = (
+    "instructions",
+    "metadata",
+    "parallel_tool_calls",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_p",
+    "truncation",
+)
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -35,26 +51,32 @@ class OpenAIResponses:
     """See `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
-        neutral(body, "tool_choice", "auto", "none")
-        neutral(body, "background", False)
-        for name in ("conversation", "prompt"):
-            neutral(body, name)
+        others = other_fields(body, _FIELDS)
         shape = body.get("text") or {}
-        if not isinstance(shape, dict) or shape.get("format") not in (None, {"type": "text"}):
-            raise refuse("text.format is not offered: the policy is sampled as it is trained")
+        if not isinstance(shape, dict):
+            raise refuse(f"text must be an object, not {shape!r:.40}")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         instructions = text(body.get("instructions"), "instructions")
         head = (Said(role="system", text=instructions),) if instructions else ()
+        brought = tools(body.get("tools"), _tool)
+        several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
+        form = json_form(shape.get("format"), "text.format")
         return Ask(
             messages=(*head, *_joined([said for i, item in enumerate(items) if (said := _said(item, i)) is not None])),
-            tools=tuple(_tool(each, i) for i, each in enumerate(objects(body.get("tools"), "tools"))),
+            tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
             distribution=distribution(body),
+            form=chosen_calls(body.get("tool_choice"), brought, several=several) or form,
             reads_calls=body.get("tool_choice") != "none",
+            several_calls=several,
             is_stream=bool(body.get("stream")),
             previous=text(body.get("previous_response_id"), "previous_response_id").removeprefix("resp_"),
+            may_be_named=True,
+            not_followed=(*others.not_followed, *(["text.verbosity"] if shape.get("verbosity") else [])),
+            unknown=others.unknown,
+            echoed={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
@@ -156,7 +178,7 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _parts(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What an item holds, as it grows."""
+    """Content of an item, as it grows."""
     if item["type"] == "function_call":
         for piece in pieces(item["arguments"]):
             yield "function_call_arguments.delta", {"delta": piece}
@@ -193,7 +215,7 @@ def _response(reply: Reply, ask: Ask, items: list[dict[str, Any]], *, is_done: b
         "tools": [],
         "top_p": None,
         "usage": _usage(reply) if is_done else None,
-    }
+    } | dict(ask.echoed)
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

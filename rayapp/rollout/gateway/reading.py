@@ -1,16 +1,19 @@
-"""What the dialects share: fields of a JSON body with clear refusals, content in parts, events of a stream. Pure."""
+"""Parts that the dialects share: fields of a JSON body with clear refusals, content parts, stream events. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from rayapp.rollout.gateway.conversation import Ask, Reply
-from rayapp.rollout.gateway.refusals import RefusedError
+from rayapp.rollout.gateway.conversation import Ask, Form, RefusedError, Reply, without_surrogates
 from rayapp.rollout.order import MAX_SEED
 from rayapp.tools.base import ToolSchema
 
+MAX_STOPS, MAX_STOP_CHARS = 16, 200
+"""An engine looks for each of them at each token, beside the requests of all other sessions."""
+MAX_TOOL_CHARS = 256 << 10
+"""Size of all tools of a request together, as JSON."""
 _PIECE_CHARS = 256
 _DISTRIBUTION: tuple[tuple[str, Any, float, float], ...] = (
     ("temperature", int | float, 0.0, 2.0),
@@ -38,12 +41,27 @@ class Dialect(Protocol):
         ...
 
     def refusal_event(self, refused: RefusedError) -> bytes:
-        """The same in a stream that has begun."""
+        """Return the refusal as an event of a stream that has begun."""
         ...
 
 
 def refuse(message: str) -> RefusedError:
     return RefusedError("invalid", message)
+
+
+def parsed(data: bytes) -> Mapping[str, Any]:
+    """Return a request's body, without halves of surrogate pairs, which no tokenizer reads.
+
+    Raises:
+        RefusedError: it is no JSON object.
+    """
+    try:
+        body = without_surrogates(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise refuse("the body must be a JSON object")
+    return body
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
@@ -64,11 +82,13 @@ def text(value: Any, name: str) -> str:
     return value
 
 
-def texts(value: Any, name: str) -> tuple[str, ...]:
-    """A string or a list of them, none of them empty."""
+def stops(value: Any, name: str) -> tuple[str, ...]:
+    """Return the texts that end a turn: one string, or a list of them."""
     many = [value] if isinstance(value, str) else value or []
     if not isinstance(many, list) or not all(isinstance(each, str) and each for each in many):
         raise refuse(f"{name} must be a text that isn't empty, or a list of such")
+    if len(many) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in many):
+        raise refuse(f"{name} must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters")
     return tuple(many)
 
 
@@ -92,6 +112,74 @@ def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     return "\n".join(parts)
 
 
+def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> tuple[ToolSchema, ...]:
+    """Return the tools that an agent brings.
+
+    Args:
+        read: one of them, by its place in the list.
+    Raises:
+        RefusedError: one is no tool, or they are too long.
+    """
+    given = objects(value, "tools")
+    size = len(json.dumps(given, ensure_ascii=False)) if given else 0
+    if size > MAX_TOOL_CHARS:
+        raise refuse(f"tools have {size:,} characters as JSON: at most {MAX_TOOL_CHARS:,} are offered")
+    return tuple(read(each, i) for i, each in enumerate(given))
+
+
+def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
+    """Return the form that a request wants its answer in; None: any text.
+
+    Args:
+        value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
+        field: its name, for messages.
+        schema: name of the key with the JSON schema.
+    """
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Form(field=field, schema={"type": "object"})
+    told = value.get(schema) if isinstance(value, dict) else None
+    if schema == "json_schema" and isinstance(told, dict):
+        told = told.get("schema")
+    if kind != "json_schema" or not isinstance(told, dict):
+        raise refuse(f"{field} must have the type text, json_object or json_schema, and a schema with the last one")
+    return Form(field=field, schema=told)
+
+
+def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -> Form:
+    """Return the form of an answer that must call tools.
+
+    Args:
+        name: the tool; None: any of them.
+        several: it may call more than one.
+    """
+    chosen = [tool for tool in tools if name in (None, tool.name)]
+    if not chosen:
+        problem = f"tool_choice demands {f'the tool {name!r:.60}' if name else 'a call'}, which tools don't have"
+        return Form(field="tool_choice", schema={}, problem=problem)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": [tool.name]}, "arguments": _without_defs(tool)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in chosen
+    ]
+    most = {} if several and name is None else {"maxItems": 1}
+    definitions = {key: value for tool in chosen for key, value in (tool.parameters.get("$defs") or {}).items()}
+    schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
+    return Form(field="tool_choice", schema=schema | ({"$defs": definitions} if definitions else {}), is_calls=True)
+
+
+def _without_defs(tool: ToolSchema) -> dict[str, Any]:
+    return {key: value for key, value in tool.parameters.items() if key != "$defs"}
+
+
 def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters") -> ToolSchema:
     """A tool that an agent brings.
 
@@ -100,7 +188,7 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     """
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
-    if not name or not isinstance(schema, dict):
+    if not name or not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
         raise refuse(f"{where}: a tool has a name, and {parameters} that are a JSON schema")
     return ToolSchema(
         name=name, description=text(function.get("description"), f"{where}.description"), parameters=schema
@@ -108,7 +196,7 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
 
 
 def distribution(body: Mapping[str, Any]) -> dict[str, float]:
-    """What a request says of how to sample, by the names of `SamplingParams`.
+    """Return the request's sampling settings, by the names of `SamplingParams`.
 
     Raises:
         RefusedError: that can't be done.
@@ -126,16 +214,17 @@ def distribution(body: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def neutral(body: Mapping[str, Any], name: str, *values: Any) -> None:
-    """Refuse what would change the distribution that the policy is trained at, or what is not there to be given."""
-    if (value := body.get(name)) is not None and value not in values:
-        raise refuse(f"{name} {value!r:.60} is not offered: the policy is sampled as it is trained")
+def flag(value: Any, name: str, *, default: bool) -> bool:
+    if value is None or isinstance(value, bool):
+        return default if value is None else value
+    raise refuse(f"{name} must be true or false, not {value!r:.40}")
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """Server-sent."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+    # In ASCII: a policy can write half a surrogate pair, which UTF-8 can't.
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
 def pieces(whole: str) -> Iterator[str]:

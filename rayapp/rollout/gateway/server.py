@@ -5,43 +5,44 @@
 A session's key (Authorization: Bearer, or x-api-key) opens that session and nothing else; nothing but sessions is
 behind this server. Streams begin when the whole turn is sampled: tool calls are read from whole turns.
 
-`Api` is what every server of these APIs answers with; `open_server.py` has the one of `rayapp serve`.
+`Api` answers for every server of these APIs; `open_server.py` is the server of `rayapp serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
-from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
+from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.listening import Listening, bound
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
-from rayapp.rollout.gateway.reading import Dialect
-from rayapp.rollout.gateway.refusals import RefusedError
+from rayapp.rollout.gateway.reading import Dialect, parsed
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+BODY_TIMEOUT_S = 120.0
+NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
+"""Header of a reply: names of fields of the request that had no effect."""
 PATIENCE_S = 10.0
 """A stream whose turn takes longer begins before it, with a comment as often, so that no client gives up."""
 _REMEMBERED = 4096
-_MOST_CONNECTIONS, _FULL_WAIT_S = 48, 0.05
-"""Of one sandbox. Each holds a body at most."""
+_MAX_OF_SANDBOX = 48
+"""Connections of one sandbox. Each holds a body at most."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _MESSAGES, _RESPONSES = OpenAIChat(), AnthropicMessages(), OpenAIResponses()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
@@ -61,19 +62,24 @@ class Api:
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
         """All of them below the prefix, and a refusal for everything else."""
-        app = web.Application(client_max_size=max_body_bytes)
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
         app.router.add_post(f"{prefix}/v1/responses", partial(self._answer, dialect=_RESPONSES))
         app.router.add_post(f"{prefix}/v1/messages", partial(self._answer, dialect=_MESSAGES))
         count = partial(self._answer, dialect=_MESSAGES, only_counts=True)
         app.router.add_post(f"{prefix}/v1/messages/count_tokens", count)
         app.router.add_get(f"{prefix}/v1/models", self._models)
+        app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         return app
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             with self._door(request):
-                return web.json_response({"object": "list", "data": [self._model]})
+                if (name := request.match_info.get("model")) is None:
+                    return web.json_response({"object": "list", "data": [self._model]})
+                if name != self._model["id"]:
+                    raise RefusedError("no_model", f"there is no model {name[:200]!r}, but {self._model['id']!r}")
+                return web.json_response(self._model)
         except RefusedError as refused:
             return _refusal(_CHAT, refused)
 
@@ -88,46 +94,19 @@ class Api:
         self, request: web.Request, dialect: Dialect, session: Session, *, only_counts: bool
     ) -> web.StreamResponse:
         try:
-            ask = dialect.read(await _body(request))
+            ask = await session.read(partial(_read, dialect), await _body(request))
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
             if not ask.is_stream:
-                return web.json_response(dialect.write(await session.ask(ask), ask))
+                return web.json_response(dialect.write(await session.ask(ask), ask), headers=_headers(session, ask))
             turn = asyncio.ensure_future(session.ask(ask))
-            return await _stream(request, dialect, ask, turn)
+            return await _stream(request, dialect, ask, turn, _headers(session, ask))
         except (RefusedError, ConnectionError):
             raise
         except Exception as error:  # boundary: whatever an agent sends ends at most its own session
             log.exception("%s: the gateway failed", session.request_id)
             session.fail(error)
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
-
-
-class Listening:
-    """An application that is served over HTTP. `start` it, and `close` it."""
-
-    def __init__(self, app: web.Application) -> None:
-        app.router.add_route("*", "/{path:.*}", _nothing)
-        # An agent that hangs up gives its turn up.
-        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        self.url = ""
-
-    async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one.
-
-        Raises:
-            ConfigError: the address can't be had.
-        """
-        await self.runner.setup()
-        try:
-            await web.TCPSite(self.runner, host, port, backlog=2048).start()
-        except OSError as error:
-            raise ConfigError(f"the gateway can't listen on {host}:{port}: {error.strerror}") from error
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        """Listen no more. Idempotent."""
-        await self.runner.cleanup()
 
 
 class Gateway:
@@ -141,7 +120,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen on the loopback, at a port of its own."""
-        await self._listening.start("127.0.0.1", 0)
+        await self._listening.start(bound("127.0.0.1", 0))
 
     async def close(self) -> None:
         """End all sessions, and listen no more. Idempotent."""
@@ -151,20 +130,33 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the gateway."""
         return self._listening.url
 
     @property
     def num_sessions(self) -> int:
-        """Open ones."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @contextmanager
     def session(
-        self, *, engine: RolloutEngine, sampling: SamplingParams, limits: SessionLimits, request_id: str
+        self,
+        *,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        limits: SessionLimits,
+        request_id: RequestId,
+        only_model: str = "",
     ) -> Iterator[Session]:
-        """A session that is served until the block is left."""
-        session = Session(formats=self._formats, engine=engine, sampling=sampling, limits=limits, request_id=request_id)
+        """A session that is served until the block is left; arguments as in `Session`."""
+        session = Session(
+            formats=self._formats,
+            engine=engine,
+            sampling=sampling,
+            limits=limits,
+            request_id=request_id,
+            only_model=only_model,
+        )
         self._sessions[session.id] = session
         try:
             yield session
@@ -176,16 +168,13 @@ class Gateway:
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
         """Serve this session alone, to whoever connects, until the block is left: a hostile program may."""
-        runner = Listening(Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)).runner
-        await runner.setup()
-        assert runner.server is not None
-        accepting = asyncio.create_task(_accept(accept, runner.server), name=f"accept {session.request_id}")
+        app = Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)
+        listening = Listening(app, max_connections=_MAX_OF_SANDBOX)
+        await listening.accept_from(accept, f"accept {session.request_id}")
         try:
             yield
         finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
-            await runner.cleanup()
+            await listening.close()
 
     def _door_of(self, session: Session) -> Door:
         @contextmanager
@@ -198,7 +187,7 @@ class Gateway:
         return door
 
     def url_of(self, session: Session) -> str:
-        """Where its APIs are: what Anthropic's clients take; OpenAI's take it with `/v1`."""
+        """Return the session's base URL for Anthropic's clients; OpenAI's clients need `/v1` behind it."""
         return f"{self.url}/{session.id}"
 
     @contextmanager
@@ -220,34 +209,45 @@ def check_key(request: web.Request, key: str, message: str) -> None:
         raise RefusedError("key", message)
 
 
-async def _accept(accept: Accept, server: web.Server) -> None:
-    """No more than `_MOST_CONNECTIONS` at once; the kernel holds a few more, and refuses the others."""
-    loop = asyncio.get_running_loop()
-    while True:
-        connection = await accept()
-        while len(server.connections) >= _MOST_CONNECTIONS:  # noqa: ASYNC110  (aiohttp does not tell when one ends)
-            await asyncio.sleep(_FULL_WAIT_S)
-        await loop.connect_accepted_socket(server, connection)
-
-
-async def _nothing(request: web.Request) -> web.StreamResponse:
-    return _refusal(_CHAT, RefusedError("unknown", f"there is no {request.method} {request.path[:200]} here"))
-
-
-async def _body(request: web.Request) -> Mapping[str, Any]:
+@web.middleware
+async def _known_paths(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
-        body = json.loads(await request.read())
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+        return _refusal(_CHAT, RefusedError("no_path", f"there is no {request.method} {request.path[:200]} here"))
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise RefusedError("too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes") from None
-    except (ValueError, RecursionError) as error:
-        raise RefusedError("invalid", f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RefusedError("invalid", "the body must be a JSON object")
-    return body
+        raise RefusedError("too_large", f"a body has at most {request.client_max_size:,} bytes") from None
+    except TimeoutError:
+        raise RefusedError("invalid", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
 
 
-async def _stream(request: web.Request, dialect: Dialect, ask: Any, turn: asyncio.Future[Any]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+def _read(dialect: Dialect, body: bytes) -> Ask:
+    try:
+        return dialect.read(parsed(body))
+    except RefusedError:
+        raise
+    except Exception as error:  # boundary: an agent sends what it likes
+        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error:.200}") from error
+
+
+def _headers(session: Session, ask: Ask) -> dict[str, str]:
+    """Tell the caller which of its fields had no effect."""
+    ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
+    return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, ask: Ask, turn: asyncio.Future[Reply], headers: Mapping[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     try:
         while not (await asyncio.wait({turn}, timeout=PATIENCE_S))[0]:
             if not response.prepared:
@@ -263,7 +263,7 @@ async def _stream(request: web.Request, dialect: Dialect, ask: Any, turn: asynci
     return response
 
 
-def _events(dialect: Dialect, ask: Any, turn: asyncio.Future[Any]) -> Iterator[bytes]:
+def _events(dialect: Dialect, ask: Ask, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
     try:
         reply = turn.result()
     except RefusedError as refused:

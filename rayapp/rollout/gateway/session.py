@@ -9,41 +9,77 @@ engine does wrong is one too, and ends the session: `trouble` then has the error
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from rayapp.core.errors import RayappError
+from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, RolloutStatus, SamplingParams
-from rayapp.rollout.agent.cutting import readable
-from rayapp.rollout.agent.episode import Episode, EpisodeEnd
-from rayapp.rollout.agent.parsing import read_turn
-from rayapp.rollout.agent.transcript import STATUS
-from rayapp.rollout.gateway.conversation import Ask, Choice, Conversations, Found, Reply, Said, ToolCall, in_order
+from rayapp.core.types import CallRecord, RequestId, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.calls import read_turn
+from rayapp.rollout.agent.text import readable
+from rayapp.rollout.gateway.conversation import (
+    Ask,
+    Choice,
+    Conversations,
+    Found,
+    RefusedError,
+    Reply,
+    Said,
+    ToolCall,
+    in_order,
+    not_in_training,
+)
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
-from rayapp.rollout.gateway.refusals import RefusedError
-from rayapp.rollout.gateway.tree import TokenTree, cut_completion
 from rayapp.rollout.order import seed_of_call
-from rayapp.tools.calls import RawCall, after_thoughts, thoughts_of
+from rayapp.rollout.recorder import STATUS, Episode, EpisodeEnd, TokenTree, cut_completion
+from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
 MAX_RECORDED_CHARS = 16_384
-"""Of a tool's result, in the record of its call; the policy reads all of it."""
+"""Length of a tool's result in the record of its call; the policy reads all of it."""
+_MAX_CHARS_A_TOKEN = 32
+"""Average over a prompt. A longer prompt can't fit, and is refused before it is rendered."""
+_BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
+"""Size of a body without its messages' texts: tools, and an API's fields around each message."""
+_MAX_TOOL_SETS = 32
+"""Each is made by the one thread that all sessions of a worker share."""
+_SIDE_CALLS_A_TURN = 4
+_SMALL = 16 << 10
+"""Bytes or characters that are read on the event loop: it takes milliseconds."""
+_READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
+"""Reads bodies and renders prompts. Each session has at most one of these threads at a time."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How much of the policy a session may have."""
+    """Limits of a session's use of the policy."""
 
     max_tokens: int
     """In all its conversations together, read and sampled, each counted once: what one trajectory may hold."""
     max_turns: int
-    """Times the policy speaks; each of several choices is one."""
+    """Maximum turns of the policy; each of several choices is one."""
+
+    @property
+    def max_chars(self) -> int:
+        """Characters of a prompt's messages."""
+        return _MAX_CHARS_A_TOKEN * self.max_tokens
+
+    @property
+    def max_body_bytes(self) -> int:
+        return _BODY_BYTES + 2 * self.max_chars
+
+    @property
+    def max_body_values(self) -> int:
+        """JSON values in a body, in texts too: reading them keeps the interpreter's lock. Few tokens hold two."""
+        return _BODY_VALUES + 3 * self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +113,20 @@ class Session:
     formats: Formats
     engine: RolloutEngine
     sampling: SamplingParams
-    """Of every turn. An agent sets the number of tokens, choices and stop texts; the run sets the distribution."""
+    """Sampling of every turn. An agent sets the number of tokens, choices and stop texts; the run the distribution."""
     limits: SessionLimits
     follows_requests: bool = False
     """Requests set the distribution too: nobody trains on what is sampled."""
-    request_id: str
-    """Turn N asks the engine as `request_id/turn=N`, from 1 on."""
+    request_id: RequestId
+    """Id of the trajectory; turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     tree: TokenTree = field(default_factory=TokenTree)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
-    """What ran out, if anything did."""
+    """Limit that refused the last call or cut its answer. Empty again when the agent goes on with a call that fits."""
+    only_model: str = ""
+    """Record only calls that name this model; the policy answers others, and they take no turns. Empty: all."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Fails when the engine does."""
     _conversations: Conversations = field(default_factory=Conversations)
@@ -96,6 +134,25 @@ class Session:
     """By id: the conversation up to a reply, for calls that name it (Responses)."""
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
+    _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    _tool_sets: set[object] = field(default_factory=set)
+    _sides: list[Session] = field(default_factory=list)
+    """Sessions of single calls that are not recorded, as long as they are answered."""
+    _num_sides: int = 0
+
+    async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
+        """Return the body of a request as a call.
+
+        Args:
+            read: does it; runs beside the event loop where the body is large.
+        Raises:
+            RefusedError: it is no call of that API.
+        """
+        if len(body) > self.limits.max_body_bytes:
+            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_bytes:,} bytes in this session")
+        if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
+            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
+        return await self._beside(len(body), lambda: read(body))
 
     async def ask(self, ask: Ask) -> Reply:
         """The policy's answer.
@@ -103,6 +160,47 @@ class Session:
         Raises:
             RefusedError: there is none.
         """
+        if self._is_side(ask):
+            return await self._asked_aside(ask)
+        try:
+            reply = await self._asked(ask)
+        except RefusedError as refused:
+            if refused.kind in ("turns", "tokens"):
+                self.limit = refused.kind
+            raise
+        is_cut = any(choice.finish_reason == "length" for choice in reply.choices)
+        self.limit = "tokens" if is_cut and self.tree.size >= self.limits.max_tokens else ""
+        return reply
+
+    def _is_side(self, ask: Ask) -> bool:
+        return self.only_model not in ("", ask.model)
+
+    async def _asked_aside(self, ask: Ask) -> Reply:
+        """The answer to a call that is not recorded: a session of its own that ends with it."""
+        self._check_open()
+        self._num_sides += ask.num_choices
+        if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
+            raise RefusedError(
+                "turns",
+                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: it serves "
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {self.only_model!r}",
+            )
+        side = self._side(self.request_id._replace(side=self._num_sides))
+        self._sides.append(side)
+        try:
+            return await side.ask(ask)
+        finally:
+            self._sides.remove(side)
+            if side.trouble.done() and (error := side.trouble.exception()) is not None:
+                self.fail(error)
+
+    def _side(self, request_id: RequestId) -> Session:
+        limits = SessionLimits(max_tokens=self.limits.max_tokens, max_turns=MOST_CHOICES)
+        return Session(
+            formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id
+        )
+
+    async def _asked(self, ask: Ask) -> Reply:
         messages = self._messages(ask)
         self._check(ask, messages)
         wanted = await self._wanted(ask, messages)
@@ -114,11 +212,15 @@ class Session:
             num_cached_tokens=num_cached,
             model=ask.model,
         )
-        self._replies[reply.id] = (*messages, choices[0].said)
+        if ask.may_be_named:
+            self._replies[reply.id] = (*messages, choices[0].said)
         return reply
 
     async def count(self, ask: Ask) -> int:
-        """Tokens of the prompt that a call would have."""
+        """Return the number of tokens of the prompt that a call would have."""
+        if self._is_side(ask):
+            return await self._side(self.request_id).count(ask)
+        self._check_open()
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
@@ -131,13 +233,15 @@ class Session:
         self.is_over = True
         for task in self._running:
             task.cancel()
+        for side in self._sides:
+            side.end()
         if self.trouble.done() and not self.trouble.cancelled():
             self.trouble.exception()  # Somebody has looked at it.
 
     def episode(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
     ) -> Episode:
-        """What the session was, as the groups take it.
+        """Return the session's record.
 
         Args:
             failure: why the agent's program failed; empty if it ended well, or a limit ended it.
@@ -173,7 +277,10 @@ class Session:
             return in_order(ask.messages)
         before = self._replies.get(ask.previous)
         if before is None:
-            raise RefusedError("invalid", f"this session has given no reply with the id {ask.previous!r}")
+            why = (
+                "each call stands for itself here" if self.follows_requests else "this session has given no such reply"
+            )
+            raise RefusedError("invalid", f"previous_response_id {ask.previous!r:.60}: {why}. Send the whole input")
         # The instructions of a call are its own: those of the one before don't go on.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
@@ -185,13 +292,20 @@ class Session:
             raise RefusedError("invalid", "the last message must be the user's or a tool's: the policy speaks next")
         if not 1 <= ask.num_choices <= MOST_CHOICES:
             raise RefusedError("invalid", f"n is {ask.num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if ask.form is not None and not self.follows_requests:
+            raise RefusedError("invalid", not_in_training(ask.form.field))
+        if ask.form is not None and ask.form.problem:
+            raise RefusedError("invalid", ask.form.problem)
+        if ask.unknown and self.follows_requests:
+            raise RefusedError(
+                "invalid", f"unknown fields: {', '.join(ask.unknown[:9])}. Leave them out: they have no effect"
+            )
 
     def _take_turns(self, number: int) -> range:
         """Numbers of the next turns."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
             raise RefusedError("busy", f"a session waits for at most {MOST_TURNS_AT_ONCE} turns at once")
         if self._num_asked + number > self.limits.max_turns:
-            self.limit = self.limit or "turns"
             raise RefusedError(
                 "turns",
                 f"the session has had {self._num_asked} of its {self.limits.max_turns} turns "
@@ -205,29 +319,50 @@ class Session:
             raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served any more")
 
     async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> _Wanted:
-        chat_format = await self.formats.with_tools(ask.tools)
+        num_chars = self._check_size(messages)
+        chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
-        read_ids = self._read_ids(chat_format, found, messages)
+        sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
+        self._note_results(found, messages)
+        read_ids = await self._beside(num_chars, lambda: _read_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
-    def _read_ids(self, chat_format: Format, found: Found, messages: Sequence[Said]) -> list[int]:
-        """What the policy is to read after the token at `found.after`."""
-        rest = messages[found.num_messages :]
-        if found.after < 0:
-            return rendered(chat_format.chat, messages)
-        if found.turn is None:
-            return []
-        self._note_results(found.turn, rest)
-        reply = messages[found.num_messages - 1]
-        return continued(chat_format.chat, self.tree.sampled_ids(found.turn), reply, rest)
+    async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
+        """Do what takes long for a large input in a thread, one for the session."""
+        if size <= _SMALL:
+            return work()
+        async with self._thread:
+            return await asyncio.get_running_loop().run_in_executor(_READING, work)
 
-    def _note_results(self, number: int, rest: Sequence[Said]) -> None:
+    def _check_size(self, messages: Sequence[Said]) -> int:
+        """Return the characters of the messages. Raises RefusedError: no template can make them fit."""
+        num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
+        if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
+            raise RefusedError(
+                "tokens",
+                f"the prompt has {len(messages)} messages and {num_chars} characters: its maximum context length, "
+                f"{self.limits.max_tokens} tokens (rollout.max_prompt_tokens + rollout.max_completion_tokens), is "
+                "exceeded",
+            )
+        return num_chars + 64 * len(messages)
+
+    async def _format(self, ask: Ask) -> Format:
+        chat_format = await self.formats.with_tools(ask.tools)
+        self._tool_sets.add(chat_format.key)
+        if len(self._tool_sets) > _MAX_TOOL_SETS:
+            raise RefusedError("invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools")
+        return chat_format
+
+    def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
         """Put what the agent's tools said into the record of the turn that called them."""
-        turn = self.tree.turns[number]
-        outputs = [readable(said.text)[:MAX_RECORDED_CHARS] for said in rest if said.role == "tool"]
+        if found.turn is None:
+            return
+        turn = self.tree.turns[found.turn]
+        told = messages[found.num_messages :]
+        outputs = [readable(said.text[:MAX_RECORDED_CHARS]) for said in told if said.role == "tool"]
         calls = [replace(call, output=output) for call, output in zip(turn.calls, outputs, strict=False)]
-        self.tree.turns[number] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
+        self.tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
 
     async def _sampled(self, ask: Ask, messages: Sequence[Said], wanted: _Wanted) -> tuple[Choice, ...]:
         left = self._left(wanted)
@@ -236,6 +371,7 @@ class Session:
             max_tokens=min(self.sampling.max_tokens, left, ask.max_tokens or left),
             stop=(*self.sampling.stop, *ask.stop),
             **(ask.distribution if self.follows_requests else {}),
+            json_schema=json.dumps(ask.form.schema) if ask.form is not None else "",
         )
         choices = list[Choice]()
         for turn in await self._turns(wanted, sampling, ask.num_choices):
@@ -252,11 +388,10 @@ class Session:
         return tuple(choices)
 
     def _left(self, wanted: _Wanted) -> int:
-        """Tokens that may be sampled."""
+        """Return the number of tokens that may still be sampled."""
         num_new = self.tree.num_new(wanted.after, wanted.read_ids)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
-            self.limit = self.limit or "tokens"
             raise RefusedError(
                 "tokens",
                 f"the prompt has {num_new} tokens that the session has not had, and {self.tree.size} of its "
@@ -266,7 +401,7 @@ class Session:
         return left
 
     async def _turns(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> list[_Turn]:
-        """So many turns after one prompt, recorded."""
+        """Sample and record this number of turns after one prompt."""
         numbers = self._take_turns(number)
         tasks = [asyncio.create_task(self._turn(wanted, sampling, each)) for each in numbers]
         self._running.update(tasks)
@@ -277,6 +412,8 @@ class Session:
             self._check_open()
             raise
         except RayappError as error:
+            if sampling.json_schema and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
+                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error:.300}") from error
             self.fail(error)
             raise RefusedError("engine", f"the policy can't be asked: {type(error).__name__}") from error
         finally:
@@ -290,7 +427,7 @@ class Session:
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
-        sampled = await self.engine.generate(f"{self.request_id}/turn={number}", wanted.prompt_ids, sampling)
+        sampled = await self.engine.generate(self.request_id._replace(turn=number), wanted.prompt_ids, sampling)
         self._check_open()
         # Others may have used up what was left. A sample that is cut is one of fewer tokens.
         completion = cut_completion(sampled, self._left(wanted))
@@ -298,8 +435,6 @@ class Session:
         prompt_end, end = self.tree.add_turn(
             wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
         )
-        if self.tree.size >= self.limits.max_tokens:
-            self.limit = self.limit or "tokens"
         return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end)
 
     async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn) -> Choice:
@@ -319,22 +454,51 @@ class Session:
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
         """The calls of a turn and what is said beside them. Where one can't be read the whole turn is text: the agent
         could not answer that one."""
-        if not ask.tools or not ask.reads_calls:
+        if ask.form is not None and ask.form.is_calls:
+            return _formed_calls(said)
+        if not ask.tools or not ask.reads_calls or ask.form is not None:
             return (), said
-        raw, words = await read_turn(chat_format.parser, said, f"{self.request_id}/turn={number}")
-        self._note_calls(number, raw)
-        if any(call.problem for call in raw):
+        raw, words = await read_turn(chat_format.parser, said, str(self.request_id._replace(turn=number)))
+        shown = raw if ask.several_calls else raw[:1]
+        self._note_calls(number, raw, len(shown))
+        if any(call.problem for call in shown):
             return (), said
-        return tuple(
-            ToolCall(id=uuid.uuid4().hex[:24], name=call.name, arguments=call.arguments) for call in raw
-        ), words
+        return tuple(_shown_call(call.name, call.arguments) for call in shown), words
 
-    def _note_calls(self, number: int, raw: Sequence[RawCall]) -> None:
+    def _note_calls(self, number: int, raw: Sequence[RawCall], num_shown: int) -> None:
         records = tuple(
-            CallRecord(name=call.name, arguments=call.arguments, output="", failure="malformed" if call.problem else "")
-            for call in raw
+            CallRecord(
+                name=call.name,
+                arguments=call.arguments,
+                output="",
+                failure="malformed" if call.problem else "too_many_calls" if i >= num_shown else "",
+            )
+            for i, call in enumerate(raw)
         )
         self.tree.turns[number] = replace(self.tree.turns[number], calls=records)
+
+
+def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
+    """Return the tokens for the policy to read after the token at `found.after`."""
+    if found.after < 0:
+        return rendered(chat_format.chat, messages)
+    if found.turn is None:
+        return []
+    reply, rest = messages[found.num_messages - 1], messages[found.num_messages :]
+    return continued(chat_format.chat, sampled_ids, reply, rest)
+
+
+def _shown_call(name: str, arguments: str) -> ToolCall:
+    return ToolCall(id=uuid.uuid4().hex[:24], name=name, arguments=arguments)
+
+
+def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
+    """The calls of an answer that had to be a list of them; the text where it was cut."""
+    try:
+        made: list[dict[str, Any]] = json.loads(said)
+        return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return (), said
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

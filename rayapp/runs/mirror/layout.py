@@ -1,37 +1,92 @@
-"""What lies in a run folder, by how it travels: files that are sent when they change, folders that count as a whole.
+"""The files of a run folder by how they are uploaded, and the record of finished uploads (`.mirror.json`).
 
     config.yaml, metrics.jsonl, rewards.png, tensorboard/…   sent whenever they change
-    trajectories/, evaluations/step=000001.parquet           sent once; all before the metrics that speak of them
+    trajectories/, evaluations/step=000001.parquet           sent once; all before the metrics of their steps
     checkpoints/step=000010/                                 files first, manifest last
     final/, final's manifest                                 files first, manifest last
 
-Looks at local folders only.
+Looks at local folders only. With the record, a second start uploads only the rest. It is a cache: without it files are
+uploaded again, but never lost.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayapp.runs.mirror.ledger import Stamp, stamp_of
-from rayapp.runs.tracking.jsonl import read_records
+from rayapp.core.errors import RunFolderError
+from rayapp.core.files import write_text
+from rayapp.runs.tracking.metrics import read_records
+
+NAME = ".mirror.json"
+_FORMAT = 1
+
+Stamp = tuple[int, int]
+"""Size in bytes and time of change in ns of a file: a different stamp means different content."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return a file's stamp. Raises OSError: the file is gone."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """The finished uploads of one staging folder.
+
+    Example: `{"format": 1, "uri": "s3://b/run", "generation": 2, "files": {"metrics.jsonl": [812, 1763…]}}`.
+    """
+
+    folder: Path
+    uri: str
+    generation: int = 0
+    """Number of the last lock held here on the remote folder; a higher number there means others wrote since."""
+    files: dict[str, Stamp] = field(default_factory=dict)
+    """By key, the stamp of the local file when it was sent. Complete folders (`final`) are one entry."""
+
+    def save(self) -> None:
+        content = {"format": _FORMAT, "uri": self.uri, "generation": self.generation, "files": self.files}
+        write_text(self.folder / NAME, json.dumps(content))
+
+    @classmethod
+    def load(cls, folder: Path) -> Ledger | None:
+        """Read the folder's record; None if there is none, or a torn one.
+
+        Raises:
+            RunFolderError: a newer version wrote it.
+        """
+        try:
+            raw = json.loads((folder / NAME).read_text())
+            if raw["format"] > _FORMAT:
+                raise RunFolderError(
+                    f"{folder / NAME} has format {raw['format']}, this version reads {_FORMAT}: a newer "
+                    "rayapp wrote it. Use that version."
+                )
+            files = {str(key): (int(size), int(time)) for key, (size, time) in raw["files"].items()}
+            return cls(folder=folder, uri=raw["uri"], generation=int(raw["generation"]), files=files)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL, LOCKS = "metrics.jsonl", "checkpoints", "trajectories", "final", "locks"
 EVALUATIONS = "evaluations"
 EXPORTED = "rayapp.json"
-"""In `final/`: of which run and step it is."""
+"""File in `final/` that names the model's run and step."""
 LOCAL_ONLY = frozenset({"run.lock"})
 _STEP = re.compile(rf"(?:{TRAJECTORIES}|{EVALUATIONS})/step=(\d+)\.parquet")
 
 
 def loose_files(folder: Path, sent: Container[str] = ()) -> dict[str, Stamp]:
-    """Every file that travels alone, in the order in which they should be sent. Hidden ones are work in progress.
+    """Return the files that are sent one by one, in the order of sending. Hidden files are work in progress.
 
     Args:
-        sent: keys of what is safe already. Trajectories among them are left out: they never change, and looking at each
-            of thousands every second would cost.
+        sent: keys already stored. Trajectories among them are left out: they never change, and checking thousands of
+            files every second would be slow.
     """
     found: dict[str, Stamp] = {}
     for path in _walk(folder):
@@ -54,7 +109,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def folder_stamp(folder: Path) -> Stamp | None:
-    """Bytes of all files and the newest change; None where there are none."""
+    """Return the size in bytes of all files and the newest change; None if there are no files."""
     try:
         stamps = [stamp_of(path) for path in sorted(folder.rglob("*")) if path.is_file()]
     except OSError:
@@ -63,25 +118,25 @@ def folder_stamp(folder: Path) -> Stamp | None:
 
 
 def trajectory_step(key: str) -> int | None:
-    """The step of a trajectory file's key; None for any other key."""
+    """Return the step of a trajectory file's key; None for any other key."""
     match = _STEP.fullmatch(key)
     return int(match.group(1)) if match else None
 
 
 def checkpoint_step(key: str) -> int | None:
-    """The step of the checkpoint that a key lies in; None for any other key."""
+    """Return the step of the checkpoint that a key lies in; None for any other key."""
     match = re.match(r"checkpoints/step=(\d+)/", key)
     return int(match.group(1)) if match else None
 
 
 def is_of_step_after(key: str, step: int) -> bool:
-    """Whether a key is a trajectory file, or in a checkpoint, of a later step."""
+    """Return True if a key is a trajectory file, or in a checkpoint, of a later step."""
     steps = (trajectory_step(key), checkpoint_step(key))
     return any(found is not None and found > step for found in steps)
 
 
 def last_step(metrics: Path) -> float:
-    """Step of the last whole line; infinite where the run keeps no such file."""
+    """Return the step of the last complete line; infinite if the run keeps no such file."""
     if not metrics.exists():
         return float("inf")
     lines = reversed(metrics.read_bytes().splitlines())

@@ -1,16 +1,17 @@
-"""Who may write a run folder in object storage: one process, by a chain of small objects made with conditional create.
+"""The lock on a run folder in object storage: one writer, by a chain of small objects made with conditional create.
 
     locks/000001.json  {owner, host, beat, released: true}       the first run, ended
-    locks/000002.json  {owner, host, beat, released: false}      the one that holds it: the highest number
+    locks/000002.json  {owner, host, beat, released: false}      the holder: the highest number
 
-The creation of the next number decides. Some stores let two creators through that come at once (Swift does): there the
-object that is left says who it is, which each of them reads after a moment and again before every beat. The holder
-writes a new `beat` every ten seconds. Who comes next takes over when the holder has released it, is a process of this
-machine that is gone, or has not beaten for a minute, by the watcher's own clock. A holder that finds a number above its
-own, or another's name under it, has lost the folder.
+The creation of the next number decides. Some stores accept two concurrent creators (Swift does): there the object that
+remains decides, which each creator reads after a moment and again before every beat. The holder writes a new `beat`
+every ten seconds. A new run takes over when the holder has released the lock, was a process of this machine that is
+gone, or has not beaten for a minute by the new run's clock. A holder that finds a number above its own, or another name
+under its number, has lost the folder.
 
-A holder that was paused doesn't know it. So each of its writes asks first (`fence`): within half a lease after a beat
-that found the folder still ours it may go, and must have ended when the lease does; later, a new beat comes first.
+A holder that was paused doesn't know that it lost the folder. So each of its writes calls `fence` first: within half a
+lease after a beat that found the folder still held, the write may start, and must end before the lease does; later, a
+new beat comes first.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ BEAT_EVERY_S, LEASE_S, POLL_S, SETTLE_S = 10.0, 60.0, 2.0, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What a lock object says."""
+    """Content of a lock object."""
 
     owner: str
     host: str
     boot: str
-    """Names the boot of the machine and the process namespace: a process id means nothing outside of it."""
+    """Id of the machine's boot and the process namespace: process ids are unique only within both."""
     pid: int
     started: int
-    """Clock ticks from the machine's start to the process's: process ids are used again."""
+    """Clock ticks from the machine's start to the process's: process ids are reused."""
     beat: int = 0
     released: bool = False
 
@@ -55,7 +56,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """True if it was a process of this machine and namespace that has ended. False says nothing."""
+        """Return True if it was a process of this machine and namespace that has ended. False means unknown."""
         return bool(self.boot) and self.boot == _boot() and _started(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -64,11 +65,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A lock object as it was read."""
+    """A lock object as last read."""
 
     content: bytes
     holder: Holder | None
-    """None where the content says nothing readable, e.g. because a newer version wrote it."""
+    """None if the content is unreadable, e.g. because a newer version wrote it."""
 
     @property
     def is_free(self) -> bool:
@@ -82,26 +83,26 @@ class RunLock:
     """The lock that this process holds; make one with `acquire`.
 
     Args:
-        held_since_s: when its object was about to be written, by `_now`.
+        held_since_s: time by `_now` just before its object was written.
     """
 
     def __init__(self, generation: int, holder: Holder, *, held_since_s: float, lease_s: float = LEASE_S) -> None:
         self.generation = generation
         self.lost = ""
-        """Why the folder is no longer ours; empty while it is."""
+        """Reason why the folder is lost; empty while it is held."""
         self._holder, self._lease_s = holder, lease_s
         self._ours_at_s = held_since_s
-        """When we began the last beat that found the folder ours: nobody takes it over within a lease from then."""
+        """Start of the last beat that found the folder held: no other run takes it over within a lease from then."""
         self._one_at_a_time = asyncio.Lock()
 
     async def beat(self, storage: Storage) -> None:
-        """Say that we live, and look whether somebody took over. Raises StorageError."""
+        """Write a sign of life, and check whether another run took over. Raises StorageError."""
         began_s = _now()
         taker = await self._taker(storage)
         if taker is None:
             self._holder = replace(self._holder, beat=self._holder.beat + 1)
             await storage.put_bytes(_dump(self._holder), _key(self.generation))
-            # Again: who came while we were silent may have looked before this beat and taken over after the first look.
+            # Check again: a run that came while we were silent may have read before this beat and taken over since.
             taker = await self._taker(storage)
         if taker is None:
             self._ours_at_s = began_s
@@ -112,22 +113,22 @@ class RunLock:
         )
 
     async def beat_for_ever(self, storage: Storage, every_s: float) -> None:
-        """Until the folder is lost, or the task is cancelled."""
+        """Beat until the folder is lost, or the task is cancelled."""
         while not self.lost:
             await asyncio.sleep(every_s)
-            with suppress(StorageError):  # the uploads tell of it
+            with suppress(StorageError):  # the uploads report it
                 await self.beat(storage)
 
     async def fence(self, storage: Storage) -> float:
-        """Called before every write.
+        """Check before a write that the folder is still held.
 
         Args:
             storage: without a fence of its own.
         Returns:
             Seconds within which the write must end, at least half a lease.
         Raises:
-            StorageTakenError: the folder is another's by now.
-            StorageError: whether it is can't be asked.
+            StorageTakenError: another run has taken the folder over.
+            StorageError: the storage can't be asked.
         """
         async with self._one_at_a_time:
             if not self.lost and _now() - self._ours_at_s > self._lease_s / 2:
@@ -143,7 +144,7 @@ class RunLock:
         return str(there) if there is not None and there.owner != self._holder.owner else None
 
     async def release(self, storage: Storage) -> None:
-        """Let the next run in at once. Raises StorageError."""
+        """Release the lock, so that the next run can start at once. Raises StorageError."""
         if not self.lost and await self._taker(storage) is None:
             await storage.put_bytes(_dump(replace(self._holder, released=True)), _key(self.generation))
 
@@ -151,10 +152,10 @@ class RunLock:
 async def acquire(
     storage: Storage, *, lease_s: float = LEASE_S, poll_s: float = POLL_S, settle_s: float = SETTLE_S
 ) -> RunLock:
-    """Become the only writer of the folder, waiting for a lease to end if need be.
+    """Become the only writer of the folder; wait for a lease to end if needed.
 
     Raises:
-        RunFolderError: another run lives in it.
+        RunFolderError: another run is alive in it.
         StorageError: the storage can't be asked.
     """
     while True:
@@ -164,11 +165,11 @@ async def acquire(
         try:
             await storage.put_bytes(_dump(holder), _key(generation + 1), if_absent=True)
         except StorageExistsError:
-            continue  # somebody was faster: look at them
+            continue  # another run was faster: check that one
         lock = RunLock(generation + 1, holder, held_since_s=began_s, lease_s=lease_s)
         await asyncio.sleep(settle_s)
         if before is not None and (await _look(storage, generation)).content != before.content:
-            # It came back between our last look and our lock: what it may still write ends with the lease it renewed.
+            # The old holder came back before our lock was written: its last writes end with the lease that it renewed.
             await _outwait(lock, storage, lease_s)
         there = (await _look(storage, generation + 1)).holder
         if there is not None and there.owner == holder.owner:
@@ -182,13 +183,13 @@ async def _outwait(lock: RunLock, storage: Storage, lease_s: float) -> None:
 
 
 async def last_generation(storage: Storage) -> int:
-    """The highest lock number there; 0 where no run has ever been."""
+    """Return the highest lock number; 0 if there has never been a run."""
     names = [info.key.rpartition("/")[2] async for info in storage.list(f"{LOCKS}/")]
     return max((int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdigit()), default=0)
 
 
 async def _wait_until_free(storage: Storage, generation: int, *, lease_s: float, poll_s: float) -> _Seen:
-    """Returns the lock as it was last seen. One that can't be read is held, by somebody, until its lease has ended."""
+    """Return the lock as last seen, once it is free. An unreadable lock counts as held until its lease has ended."""
     now = first = await _look(storage, generation)
     if not first.is_free:
         log.warning(
@@ -218,7 +219,7 @@ async def _look(storage: Storage, generation: int) -> _Seen:
 
 
 def _now() -> float:
-    """Seconds that go on while the machine sleeps, as other machines' clocks do."""
+    """Return seconds of a clock that continues while the machine sleeps, like other machines' clocks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -239,9 +240,9 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """None where there is no such process."""
+    """Return the start time of a process in ticks; None if there is no such process."""
     try:
-        # The name of a process may hold spaces and brackets; what follows its last bracket has neither.
+        # A process name may hold spaces and brackets; the text after its last bracket has neither.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

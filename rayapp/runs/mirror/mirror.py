@@ -1,10 +1,10 @@
-"""A run whose folder is on s3://: it works in a staging folder, and this sends what is whole to object storage.
+"""Mirrors a run on s3://: the run works in a staging folder, whose complete files are sent to object storage.
 
     driver --writes--> staging folder --Uploader, every second--> s3://bucket/prefix/<run.name>/
 
-One thread with an event loop of its own, so that neither an upload nor an outage makes a training step wait. Opened by
-`RunFolder.open` before anything starts, closed behind the run: what is not uploaded then is an error that says how to
-finish. The run's files stay on this machine until all of them are there.
+Uses one thread with its own event loop, so that neither uploads nor outages delay a training step. `RunFolder.open`
+opens the mirror before anything starts and closes it after the run; an incomplete upload is then an error that says how
+to finish. The run's files stay on this machine until all of them are stored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import RunFolderError, StorageError, StorageIncompleteError, StorageTakenError, first_error
-from rayapp.core.location import Location
-from rayapp.runs.mirror.ledger import Ledger
+from rayapp.core.files import Location
+from rayapp.runs.mirror.layout import Ledger
 from rayapp.runs.mirror.lock import BEAT_EVERY_S, LEASE_S, SETTLE_S, RunLock, acquire, last_generation
-from rayapp.runs.mirror.restore import prepare
+from rayapp.runs.mirror.restore import fetch_again, prepare
 from rayapp.runs.mirror.upload import Uploader
 from rayapp.storage.base import Storage
 from rayapp.storage.opening import open_storage
@@ -38,19 +38,19 @@ Send = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long things may take."""
+    """Intervals and time limits of a mirror."""
 
     look_every_s: float = 1.0
-    """Between two looks at the staging folder."""
+    """Seconds between two scans of the staging folder."""
     beat_every_s: float = BEAT_EVERY_S
     lease_s: float = LEASE_S
     settle_s: float = SETTLE_S
     finish_s: float = 60.0
-    """At the end of a run, uploads that fail are tried again for so long. Uploads that go on are waited for."""
+    """Seconds for which failing uploads are retried at the end of a run. Uploads that progress may take longer."""
 
 
 class RunMirror:
-    """The uploads of a run that goes on. Make one with `mirroring`."""
+    """The uploads of a running run. Make one with `mirroring`."""
 
     def __init__(
         self, ledger: Ledger, lock: RunLock, section: CheckpointSection, settings: S3Settings | None, patience: Patience
@@ -62,17 +62,18 @@ class RunMirror:
         self._ended = threading.Event()
         self._is_ready = threading.Event()
         self._stuck_at: int | None = None
-        """Bytes uploaded when the storage could not be used any more; None while it can."""
+        """Bytes uploaded when the storage became unusable; None while it is usable."""
         self._num_outages = 0
         self._crash: BaseException | None = None
         self._left: dict[str, int] = {}
-        # A daemon: a person who interrupts twice is not kept waiting by an upload.
+        self._fetched: set[int] = set()
+        # A daemon thread: a second interrupt by the user need not wait for an upload.
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
         self._is_ready.wait()
 
     def metrics(self) -> dict[str, float]:
-        """`storage/*`.
+        """Return `storage/*` metrics.
 
         Raises:
             RunFolderError: another run has taken the folder over.
@@ -91,33 +92,45 @@ class RunMirror:
         }
 
     def truncate_after(self, version: int) -> None:
-        """Trajectories of later steps are to go: a resumed run takes those steps again."""
+        """Delete stored trajectories of later steps: a resumed run repeats those steps."""
         if self._uploader is not None:
             self._uploader.cut_after = version
+
+    def fetch_again(self, newest: int) -> bool:
+        """Fetch the newest checkpoint up to version `newest` that was not yet fetched this way; False if none is left.
+
+        Blocks. Raises StorageError.
+        """
+
+        async def fetching() -> bool:
+            async with open_storage(self.uri, settings=self._settings) as storage:
+                return await fetch_again(storage, self._ledger.folder, newest, self._fetched)
+
+        return asyncio.run(fetching())
 
     def is_reading(self, checkpoint: Path) -> bool:
         """True while a checkpoint is being sent."""
         return self._uploader is not None and checkpoint in self._uploader.busy
 
     def finish(self) -> dict[str, int]:
-        """Send the rest and let go of the remote folder. Idempotent.
+        """Send the rest and release the remote folder. Idempotent.
 
         Returns:
-            Bytes that are not there, by key; empty when all is well.
+            Bytes that are not stored, by key; empty if complete.
         Raises:
-            KeyboardInterrupt: the person in front of it will not wait.
+            KeyboardInterrupt: the user does not want to wait.
         """
         self._ended.set()
         while self._thread.is_alive():
             self._thread.join(0.2)
-        # Whoever can't tell what is there must not say that all of it is: the staging folder would go.
+        # If the state is unknown, never report that everything is stored: the staging folder would be deleted.
         if self._crash is not None or self._lock.lost:
             return self._left or {"(not known)": 0}
         return self._left
 
     @property
     def trouble(self) -> str:
-        """The last thing that went wrong, for people."""
+        """Return the last error, for people."""
         if self._lock.lost:
             return self._lock.lost
         if self._crash is not None:
@@ -127,7 +140,7 @@ class RunMirror:
     def _run(self) -> None:
         try:
             asyncio.run(self._work())
-        except Exception as error:  # boundary: told in metrics, and by `finish`
+        except Exception as error:  # boundary: reported by `metrics` and `finish`
             self._crash = first_error(error)
             log.warning("uploads to %s have ended: %s", self.uri, self._crash)
         finally:
@@ -150,7 +163,7 @@ class RunMirror:
             self._left = uploader.pending()
             self._ledger.save()
             with suppress(StorageError):
-                # Without it the next run waits for our lease to end: no more than that.
+                # If this fails, the next run waits until our lease ends, but works.
                 await self._lock.release(storage)
 
     async def _until_ended(self, send: Send) -> None:
@@ -159,20 +172,20 @@ class RunMirror:
             await asyncio.to_thread(self._ended.wait, self._patience.look_every_s)
 
     async def _attempt(self, send: Send) -> None:
-        """One round. That the storage can't be used is counted each time, and told once; so is its return."""
+        """Run one round of uploads. Each failure of the storage is counted; its outage and return are logged once."""
         uploader = self._uploader
         assert uploader is not None
         try:
             await send()
             self._ledger.save()
         except StorageTakenError:
-            return  # told by `metrics`, which ends the run
+            return  # `metrics` raises it, which ends the run
         except (StorageError, OSError) as error:
             self._num_outages += 1
             uploader.last_error = str(error)
             if self._stuck_at is None:
                 self._stuck_at = uploader.uploaded_bytes
-                log.warning("nothing can be uploaded now; training goes on, and uploads are tried again: %s", error)
+                log.warning("uploads fail for now and are retried; training continues: %s", error)
         # An outage is over only after bytes were uploaded.
         if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
             self._stuck_at = None
@@ -208,12 +221,12 @@ def mirroring(
     """Bring the staging folder up to date, and mirror it while the block runs; None for a run on a local disk.
 
     Args:
-        folder: `config.run_folder`, which nobody else on this machine writes to.
-        only_send: refuse to change the staging folder: it must hold what was written last.
+        folder: `config.run_folder`; no other process on this machine writes to it.
+        only_send: refuse to change the staging folder: it must hold the newest data.
     Raises:
-        RunFolderError: another run lives in the remote folder.
-        StorageError: it can't be reached or used; nothing was started.
-        StorageIncompleteError: the block has ended well, but not all of its files could be uploaded.
+        RunFolderError: another run is alive in the remote folder.
+        StorageError: it is not reachable or usable; nothing was started.
+        StorageIncompleteError: the block has ended well, but not all files could be uploaded.
     """
     if not Location.parse(config.run.output_dir).is_remote:
         yield None
@@ -224,7 +237,7 @@ def mirroring(
     try:
         yield mirror
     except BaseException:
-        # What the run failed with is the news; that some of it is not uploaded is said beside it.
+        # Keep the run's own error, and add a note that the upload is incomplete.
         if left := mirror.finish():
             log.warning("%s", _unfinished(mirror, folder, left))
         raise

@@ -1,6 +1,6 @@
-"""One look at a staging folder, and what is new in it sent: files, checkpoints and the final model, manifests last.
+"""Scans a staging folder once and sends what is new: files, checkpoints and the final model, manifests last.
 
-Called again and again by `mirror.py`, which owns the clock and decides what a failure means. Deletes no local file.
+`mirror.py` calls it repeatedly, owns the clock and handles failures. Deletes no local file.
 """
 
 from __future__ import annotations
@@ -14,21 +14,30 @@ from pathlib import Path
 
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.aio import together
-from rayapp.core.errors import StorageConfigError, StorageError, StorageTakenError, StorageUnreachableError
+from rayapp.core.errors import (
+    CheckpointDamagedError,
+    StorageConfigError,
+    StorageError,
+    StorageTakenError,
+    StorageUnreachableError,
+)
 from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.mirror.layout import (
     CHECKPOINTS,
+    EVALUATIONS,
     FINAL,
     METRICS,
     TRAJECTORIES,
+    Ledger,
+    Stamp,
     folder_stamp,
     is_of_step_after,
     last_step,
     loose_files,
+    stamp_of,
     trajectory_step,
 )
-from rayapp.runs.mirror.ledger import Ledger, Stamp, stamp_of
-from rayapp.runs.mirror.remote_checkpoints import prune, send_files
+from rayapp.runs.mirror.restore import prune, send_files
 from rayapp.storage.base import Storage
 from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_folder
 
@@ -36,7 +45,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 4
 _SNAPSHOTS = ".mirror-snapshots"
 _STOPS_THE_ROUND = (StorageUnreachableError, StorageConfigError, StorageTakenError)
-"""Whatever else would be tried next would fail in the same way."""
+"""Errors after which any other upload of the round would fail in the same way."""
 
 
 class Uploader:
@@ -45,8 +54,8 @@ class Uploader:
     Args:
         storage: the run's folder in object storage, opened.
         final: the folder `final` in it, opened.
-        ledger: what is there already; kept up to date, saved by the caller.
-        section: which checkpoints stay there.
+        ledger: files already stored; kept up to date here, saved by the caller.
+        section: which checkpoints to keep in storage.
     """
 
     def __init__(self, storage: Storage, final: Storage, ledger: Ledger, section: CheckpointSection) -> None:
@@ -57,13 +66,13 @@ class Uploader:
         self.num_failed, self.uploaded_bytes = 0, 0
         self.last_error = ""
         self.busy: set[Path] = set()
-        """Checkpoints that are being read: they must not be pruned now."""
+        """Checkpoints being read, which must not be pruned now."""
         self.cut_after: int | None = None
-        """What is there of later steps belongs to a run that was given up; set by a resume, until it is deleted."""
+        """Stored data of later steps belongs to an abandoned attempt; set by a resume until it is deleted."""
         self._num_cuts = 0
 
     def pending(self) -> dict[str, int]:
-        """Bytes still to be sent, by key; folders are one key, and so is what is still to be deleted there."""
+        """Return the bytes still to be sent, by key; a folder is one key, and so is stored data still to be deleted."""
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
         if self.cut_after is not None:
             files[f"what is there of steps after {self.cut_after}, to be deleted"] = 0
@@ -73,10 +82,10 @@ class Uploader:
         return files | ({FINAL: final[0]} if final is not None and self._is_new(FINAL, final) else {})
 
     async def files(self) -> None:
-        """Send every file that is new or has changed; the metrics after the trajectories that they speak of.
+        """Send every new or changed file; metrics after the trajectories of their steps.
 
         Raises:
-            StorageError: the storage can't be used now; other failures are counted and tried again next time.
+            StorageError: the storage is unusable now; other failures are counted and retried in the next round.
         """
         async with self._one_at_a_time:
             await self._cut()
@@ -87,13 +96,13 @@ class Uploader:
                 await self._file(METRICS, metrics)
 
     async def folders(self, *, is_final: bool = False) -> None:
-        """Send whole checkpoints, newest first, and the final model. Raises as `files`.
+        """Send complete checkpoints, newest first, and the final model. Raises like `files`.
 
         Args:
             is_final: the run has ended: a checkpoint no longer waits for the metrics of its step.
         """
         async with self._one_at_a_time:
-            await self._cut()  # before a checkpoint of a step that is taken again is sent, not after
+            await self._cut()  # before the checkpoint of a repeated step is sent, not after
         for path in reversed(self._unsent_checkpoints()):
             if path.exists():
                 await self._attempt(f"{CHECKPOINTS}/{path.name}", self._checkpoint(path, is_final=is_final))
@@ -121,6 +130,9 @@ class Uploader:
             await sending
         except _STOPS_THE_ROUND:
             raise
+        except CheckpointDamagedError as error:
+            self._checkpoints.refuse(self._folder / key, str(error))
+            log.warning("%s was not uploaded and is refused: %s", key, error)
         except FileNotFoundError:
             return  # pruned or cut since it was listed
         except (StorageError, OSError) as error:
@@ -131,7 +143,7 @@ class Uploader:
     async def _send(self, key: str, stamp: Stamp) -> None:
         path = self._folder / key
         if trajectory_step(key) is None:
-            # Others may write on while it is read: what is sent is a moment of it, and the stamp is that moment's.
+            # The file may grow while it is read: send a snapshot, and record the snapshot's stamp.
             copy = self._folder / _SNAPSHOTS / key
             stamp = stamp_of(path)
             await asyncio.to_thread(_copy, path, copy)
@@ -148,12 +160,12 @@ class Uploader:
         self.busy.add(path)
         try:
             manifest = await send_files(self._storage, path, key)
-            # Who resumes from it needs the metrics up to its step: they go first, or it doesn't count yet.
+            # A resume needs the metrics up to the checkpoint's step: send them first; until then it doesn't count.
             if not is_final and last_step(self._folder / METRICS) < version:
                 return
             await self.files()
             if self._num_cuts != num_cuts:
-                return  # what was sent of it may be deleted by now
+                return  # the sent files may be deleted by now
             stamp = folder_stamp(path) or (0, 0)
             await self._storage.put_bytes(json.dumps(manifest, indent=1).encode(), f"{key}/{MANIFEST}")
             self._sent(f"{key}/{MANIFEST}", stamp)
@@ -167,18 +179,19 @@ class Uploader:
         self._sent(FINAL, stamp)
 
     async def _cut(self) -> None:
-        """Delete what is there of steps that a resumed run takes again: trajectories, and checkpoints it refused."""
+        """Delete stored data of steps that a resumed run repeats: trajectories, and checkpoints that it refused."""
         if self.cut_after is None:
             return
         after = self.cut_after
         infos = [info async for info in self._storage.list(f"{CHECKPOINTS}/")]
-        infos += [info async for info in self._storage.list(f"{TRAJECTORIES}/")]
+        for folder in (TRAJECTORIES, EVALUATIONS):
+            infos += [info async for info in self._storage.list(f"{folder}/")]
         keys = [info.key for info in infos if is_of_step_after(info.key, after)]
         await delete_manifests_first(self._storage, keys)
         for key in [key for key in self._ledger.files if is_of_step_after(key, after)]:
             del self._ledger.files[key]
         self._num_cuts += 1
-        # Another cut may have been asked for meanwhile; a deeper one is not lost by forgetting this one only.
+        # Another cut may have been requested meanwhile: clear only this one.
         self.cut_after = None if self.cut_after == after else self.cut_after
 
 

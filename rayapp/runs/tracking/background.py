@@ -1,33 +1,38 @@
-"""A tracker that talks to a service, in a thread of its own: a server that hangs must not make training wait.
+"""Runs a tracker that talks to a service in its own thread: a server that hangs must not delay training.
 
     driver --log, trace--> queue (bounded) --> thread --> the tracker (made there, on its first record)
 
-What failed in the thread is raised at the next call, where RunTracker counts it. Records wait in memory while a service
-is slow; when `MAX_WAITING` of them do, further ones are refused, which counts as a failure as well.
+Errors in the thread are raised at the next call, where RunTracker counts them. Records wait in memory while a service
+is slow; once `MAX_WAITING` of them wait, further ones are refused, which also counts as a failure.
+
+`remembered_id` keeps the service's run id in the run folder, so that a resumed run continues in the same one.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from rayapp.core.files import write_text
 from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
 from rayapp.runs.tracking.traces import TracedRollout, chosen_rollouts
 
 MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
-"""Steps. Their groups stay in the object store until they are written."""
+"""Steps whose traces wait. Their groups stay in the object store until they are written."""
 CLOSE_TIMEOUT_S = 60.0
-"""Without a record being taken. Libraries of services take seconds to import, on a busy machine many."""
+"""Longest wait for the next record to be taken. Importing a service's library takes seconds, or many if busy."""
 
 T = TypeVar("T", bound=Tracker)
 
 
 class RolloutTracer(Tracker, Protocol):
-    """A tracker that takes whole rollouts too."""
+    """A tracker that also takes whole rollouts."""
 
     def trace(self, rollouts: Sequence[TracedRollout]) -> None: ...
 
@@ -37,7 +42,7 @@ class BackgroundTracker(Generic[T]):
 
     Args:
         name: for the thread and for messages.
-        make: makes the tracker for the run's first step; may take long or fail, and is tried again at the next record.
+        make: makes the tracker at the run's first record; may take long or fail, and is retried at the next record.
     """
 
     def __init__(self, name: str, make: Callable[[int], T], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -47,16 +52,15 @@ class BackgroundTracker(Generic[T]):
         self._records: queue.Queue[tuple[int, Callable[[T], None]] | None] = queue.Queue(MAX_WAITING)
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self._num_taken = 0
-        # A daemon: a service that never answers must not keep the process from ending.
+        # A daemon thread: a service that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand a record over.
+        """Pass a record to the thread.
 
         Raises:
-            Exception: what an earlier record failed with, or queue.Full; this record is handed over all the same if it
-                can be.
+            Exception: the error of an earlier record, or queue.Full; this record is still passed on if possible.
         """
         values = dict(metrics)
         self._put(step, lambda tracker: tracker.log(step, values))
@@ -69,11 +73,11 @@ class BackgroundTracker(Generic[T]):
         self._raise_first()
 
     def close(self) -> None:
-        """Write what is waiting, for as long as the deadline never passes without a record being taken.
+        """Write the waiting records; the deadline restarts with each record that is taken.
 
         Raises:
-            TimeoutError: not all of it was written.
-            Exception: what a record failed with.
+            TimeoutError: not all of them were written.
+            Exception: the error of a record.
         """
         try:
             self._records.put(None, timeout=self._close_timeout_s)
@@ -112,11 +116,11 @@ class BackgroundTracker(Generic[T]):
 
 
 class BackgroundTracer(BackgroundTracker[RolloutTracer]):
-    """As `BackgroundTracker`, for a tracker that takes a share of the rollouts too.
+    """Like `BackgroundTracker`, for a tracker that also takes a share of the rollouts.
 
     Args:
-        ratio: of all rollouts, see `chosen_rollouts`.
-        seed: draws them.
+        ratio: share of all rollouts, see `chosen_rollouts`.
+        seed: draws the chosen ones.
     """
 
     def __init__(
@@ -134,10 +138,10 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
         self._places = threading.Semaphore(MAX_WAITING_TRACES)
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
-        """Hand over the rollouts of a step that are to be traced.
+        """Pass the chosen rollouts of a step to the thread.
 
         Raises:
-            Exception: as `log`; queue.Full: this step's traces are left out.
+            Exception: like `log`; queue.Full: this step's traces are left out.
         """
         chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
         if not chosen:
@@ -155,3 +159,26 @@ class BackgroundTracer(BackgroundTracker[RolloutTracer]):
                 self._places.release()
 
         self._put(step, write)
+
+
+FILE = "trackers.json"
+
+
+def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
+    """Return the id in `trackers.json` for a service; make and store one if there is none.
+
+    Args:
+        make: makes a new id, which is stored only if the call succeeds.
+    """
+    file = folder / FILE
+    try:
+        kept: dict[str, str] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        kept = {}
+    if service not in kept:
+        # Read again after making: another tracker's thread may have stored its id meanwhile.
+        made = make()
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        kept[service] = made
+        write_text(file, json.dumps(kept, indent=1))
+    return kept[service]

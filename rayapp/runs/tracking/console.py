@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: a live display on a terminal, one line a step anywhere else, or a log record.
+"""Shows a run's progress: a live display on a terminal, else one line a step, or a log record.
 
-Made by `make_trackers`, fed by the driver. All consoles show the same numbers; a step that lacks one shows a dash.
-Neither ever writes to a file of the run.
+Made by `make_trackers`, called by the driver. All consoles show the same numbers; a missing number is a dash. No
+console writes to a file of the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "tokens/s": ("throughput/response_tokens_per_s", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""Label of each number that a person reads, with its metric and how it is written."""
+"""Metric and format of each number shown, by label."""
 SUPERVISED: dict[str, tuple[str, str]] = {
     "loss": ("sft/loss", "{:.3f}"),
     "validation": ("sft/validation_loss", "{:.3f}"),
@@ -46,16 +46,16 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "tokens": ("sft/num_tokens", "{:.0f}"),
     "seconds": ("timing_s/step", "{:.1f}"),
 }
-"""The same of a step on demonstrations."""
+"""Numbers of a step on demonstrations."""
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
-"""The same of an evaluation: behind a step's own numbers, or alone before the first step."""
+"""Numbers of an evaluation: after a step's own numbers, or alone before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
-    """The numbers of this kind of step."""
+    """Return the formats for this kind of step."""
     evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
     if any(key.startswith("sft/") for key in metrics):
         return SUPERVISED | evaluated
@@ -63,14 +63,14 @@ def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
 
 
 class Pace:
-    """How long the rest of a run takes, at the mean of the last steps' seconds."""
+    """Estimates a run's remaining time from the mean duration of its last steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._seconds: deque[float] = deque(maxlen=PACE_STEPS)
 
     def seconds_left(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        """Count this step and return the seconds left after it; None while no step has told its own."""
+        """Count this step and return the seconds left after it; None until a step has reported its duration."""
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
         if not self._seconds:
@@ -79,7 +79,7 @@ class Pace:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as a person says them: `48 s`, `12 min`, `3 h 05 min`; a dash for None."""
+    """Format seconds for people: `48 s`, `12 min`, `3 h 05 min`; a dash for None."""
     if seconds is None:
         return "-"
     if seconds < 90:
@@ -89,17 +89,17 @@ def duration(seconds: float | None) -> str:
 
 
 def number(label: str, metrics: Mapping[str, float]) -> str:
-    """One of `formats_of`; a dash where this step has no such metric."""
+    """Format one number of `formats_of`; a dash if this step has no such metric."""
     key, form = formats_of(metrics)[label]
     return form.format(metrics[key]) if key in metrics else "-"
 
 
 class LineConsole:
-    """One plain line a step, for pipes, files and `ray job logs`, which would mangle a live display.
+    """One plain line a step, for pipes, files and `ray job logs`, which would garble a live display.
 
     Args:
-        num_steps: of the whole run.
-        stream: standard output unless given.
+        num_steps: steps of the whole run.
+        stream: default: standard output.
     """
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
@@ -108,11 +108,11 @@ class LineConsole:
         self._pace = Pace(num_steps)
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         print(text, file=self._stream, flush=True)
 
     def phase(self, name: str) -> None:
-        """Phases change too often for a log."""
+        """Do nothing: phases change too often for a log."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.note(self._line(step, metrics))
@@ -121,17 +121,17 @@ class LineConsole:
         return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class LogConsole(LineConsole):
-    """The lines of `LineConsole` as log records, whose format is the logs'; a step's numbers go with its line."""
+    """Writes the lines of `LineConsole` as log records, in the logs' format, with the step's numbers as fields."""
 
     def note(self, text: str) -> None:
         log.info(text)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Not-a-number would make the line no JSON.
+        # NaN would make the line invalid JSON.
         read = {
             key: metrics[key] for key, _ in formats_of(metrics).values() if math.isfinite(metrics.get(key, math.nan))
         }
@@ -139,14 +139,14 @@ class LogConsole(LineConsole):
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> str:
-    """The numbers a person reads, in columns that stay where they are from one step to the next."""
+    """Format the shown numbers of a step, in columns that line up from step to step."""
     width = len(str(num_steps))
     shown = (f"{label} {number(label, metrics):>{_width(label)}}" for label in formats_of(metrics))
     return f"step {step:>{width}}/{num_steps}  {'  '.join(shown)}  left {duration(seconds_left)}"
 
 
 def _width(label: str) -> int:
-    """Columns that this number usually needs."""
+    """Return the number of columns that this number usually needs."""
     return len({"reward": "+0.000", "no signal": "100%", "stale": "0", "tokens/s": "0000"}.get(label, "0.00"))
 
 
@@ -154,11 +154,11 @@ class LiveConsole:
     """A display that is redrawn in place.
 
     Args:
-        num_steps: of the whole run.
-        name: of the run.
-        console: where it is drawn; the terminal behind standard error unless given.
-        clock: seconds; the tests' own.
-        is_live: it is redrawn by itself as well, for its clocks.
+        num_steps: steps of the whole run.
+        name: name of the run.
+        console: place to draw; default: the terminal behind standard error.
+        clock: seconds; replaced in tests.
+        is_live: also redraw periodically, for its clocks.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class LiveConsole:
         self._live.refresh()
 
     def note(self, text: str) -> None:
-        """Shown below the numbers, with the last few before it."""
+        """Show a note below the numbers, after the last few notes."""
         self._notes.append(text)
         self._draw()
 
     def phase(self, name: str) -> None:
-        """What the driver waits for, shown with its seconds."""
+        """Show the phase that the driver waits for, with its seconds."""
         self._phase, self._phase_started = name, self._clock()
         self._draw()
 
@@ -231,12 +231,12 @@ class LiveConsole:
 
 
 class NotebookConsole(LiveConsole):
-    """The same picture below a notebook's cell, drawn anew with each step, phase and note.
+    """The same display below a notebook's cell, redrawn with each step, phase and note.
 
     Args:
-        num_steps: of the whole run.
-        name: of the run.
-        show: draws text below the cell, in place of what it drew before; IPython's display unless given.
+        num_steps: steps of the whole run.
+        name: name of the run.
+        show: draws text below the cell, replacing the last text; default: IPython's display.
     """
 
     def __init__(self, num_steps: int, name: str, show: Callable[[str], None] | None = None) -> None:
@@ -255,7 +255,7 @@ class NotebookConsole(LiveConsole):
 
 
 def in_notebook() -> bool:
-    """True in a process that runs cells and not a terminal."""
+    """Return True in a notebook's kernel, False in a terminal."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
@@ -268,7 +268,7 @@ def _display() -> Callable[[str], None]:
 
 
 def sparkline(values: list[float], width: int = SPARK_STEPS) -> str:
-    """The last `width` values as bars between their own extremes; empty for none."""
+    """Return the last `width` values as bars between their own extremes; empty for no values."""
     shown = values[-width:]
     if not shown:
         return ""

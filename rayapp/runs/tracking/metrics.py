@@ -1,9 +1,19 @@
-"""A step's rollouts in numbers: slash-named scalars from group summaries. Meanings and units: docs/run-folder.md."""
+"""Metrics of a step's rollouts: scalars from group summaries. docs/run-folder.md has their meanings and units.
+
+Also: `metrics.jsonl`, one line a step, on disk before the next step starts; pass@k of an evaluation, per data source or
+task; and `SignalWatch`, which tells whether a run's steps teach the policy anything.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import comb
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +23,7 @@ _COUNTS = ("verdict/", "judged/")
 
 
 def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[str, float]:
-    """Metrics of the groups that one step trains on. Invalid trajectories are in no reward number.
+    """Compute metrics of the groups that one step trains on. Reward metrics leave out invalid trajectories.
 
     Args:
         version: policy version that is about to be trained; staleness counts from it.
@@ -47,7 +57,7 @@ def _term(summary: GroupSummary, name: str) -> FloatArray:
 
 
 def _is_count(name: str) -> bool:
-    """True for what is recorded beside a reward's own terms: no rewards, and counted by `_tools` and `_verdicts`."""
+    """Return True for counts recorded beside a reward's terms, which `_tools` and `_verdicts` report instead."""
     return _is_of_tools(name) or name.startswith(_COUNTS)
 
 
@@ -56,13 +66,13 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Trajectories of which something is true that whoever trusts their verdicts should know, and what judges cost."""
+    """Count trajectories with facts that affect trust in their verdicts, and sum the judges' cost."""
     names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
     return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 
 
 def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Turns and tool calls of the agent loop, of all trajectories, whether they are trained on or not."""
+    """Count turns and tool calls of the agent loop over all trajectories, trained on or not."""
     names = {name for summary in summaries for name in summary.reward_terms if _is_of_tools(name)}
     found = {name: np.concatenate([_term(summary, name) for summary in summaries]) for name in names}
     turns = found.pop("num_turns", np.zeros(0, np.float32))
@@ -76,14 +86,14 @@ def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:
-    """Nothing for no values: a mean of nothing would be drawn as a fall to zero."""
+    """Return statistics of the values; none for no values, because a mean of 0 would be drawn as a drop."""
     if not values.size:
         return {}
     return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
 
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Groups that can't teach anything: all rewards equal, or no valid one."""
+    """Return shares of groups that teach nothing: all rewards equal, or no valid one."""
     rewards = [summary.rewards[summary.valid] for summary in summaries]
     return {
         "groups/count": float(len(summaries)),
@@ -97,14 +107,14 @@ def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     return {
         "length/response/mean": float(responses.mean()),
         "length/response/max": float(responses.max()),
-        "length/prompt/mean": float(np.mean([summary.num_prompt_tokens for summary in summaries])),
+        "length/prompt/mean": float(np.mean([summary.mean_prompt_tokens for summary in summaries])),
         "tokens/response": float(responses.sum()),
         "tokens/total": float(sum(int(summary.num_tokens.sum()) for summary in summaries)),
     }
 
 
 def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Shares of all trajectories, the invalid ones included."""
+    """Return shares of statuses over all trajectories, including invalid ones."""
     total = sum(summary.rewards.size for summary in summaries)
     counted = {
         "status": Counter(status for summary in summaries for status in summary.statuses),
@@ -114,3 +124,152 @@ def _statuses(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     shares = {f"{name}/{key}": n / total for name, counts in counted.items() for key, n in sorted(counts.items())}
     invalid = sum(int((~summary.valid).sum()) for summary in summaries)
     return shares | {"rollout/invalid": invalid / total}
+
+
+class JsonlTracker:
+    """Appends steps to a file.
+
+    Args:
+        path: made if missing. It is opened for every step: a resumed run replaces the file to cut its end, and an
+            older handle would write to the deleted file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # NaN is not JSON, and readers in other languages fail on it.
+        record = {"step": step, "time": time.time()} | {k: float(v) for k, v in sorted(metrics.items()) if v == v}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Do nothing: no resource is held."""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl; none if there is no such file."""
+    return list(read_records(path.read_bytes().splitlines())) if path.exists() else []
+
+
+def read_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield records with a step. Malformed lines (cut by a crash, or edited) are left out."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int | float):
+            yield record
+
+
+SOLVED = "solved"
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return the unbiased estimate for one prompt: 1 - C(n - c, k) / C(n, k), the chance that k of its n samples, drawn
+    without replacement, hold a correct one (Chen et al. 2021, Evaluating Large Language Models Trained on Code, eq. 1).
+
+    Example: 4 samples, 1 right: pass@1 is 1/4, pass@2 is 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 is 1.
+
+    Args:
+        k: at most num_samples.
+    """
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def summarize_passes(summaries: Sequence[GroupSummary]) -> dict[str, float]:
+    """Compute `pass_at_K/NAME` for each data source or task, the mean over its prompts, for K = 1, 2, 4, … and all
+    samples. If the run has sources, NAME is `SOURCE/TASK`, since each source may run a task differently.
+
+    Samples without a verdict are left out. pass@K leaves out prompts with fewer than K other samples;
+    `pass_prompts/NAME` counts the prompts in pass@1.
+    """
+    metrics: dict[str, float] = {}
+    for name in sorted({_name(summary) for summary in summaries}):
+        counts = [_counts(summary) for summary in summaries if _name(summary) == name]
+        metrics[f"pass_prompts/{name}"] = float(sum(samples > 0 for samples, _ in counts))
+        for k in ladder(max((samples for samples, _ in counts), default=0)):
+            known = [pass_at_k(samples, right, k) for samples, right in counts if samples >= k]
+            metrics[f"pass_at_{k}/{name}"] = float(np.mean(known))
+    return metrics
+
+
+def _name(summary: GroupSummary) -> str:
+    return f"{summary.source}/{summary.task}" if summary.source else summary.task
+
+
+def ladder(largest: int) -> list[int]:
+    """Return 1, 2, 4, … up to `largest`, and `largest` itself."""
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    return sorted({*powers, largest}) if largest else []
+
+
+def _counts(summary: GroupSummary) -> tuple[int, int]:
+    """Return the number of samples with a verdict, and how many of them are correct."""
+    solved = summary.reward_terms.get(SOLVED)
+    if solved is None:
+        return 0, 0
+    known = summary.valid & ~np.isnan(solved)
+    return int(known.sum()), int((solved[known] >= 1.0).sum())
+
+
+PATIENCE_STEPS = 3
+"""Steps in a row without signal after which a run warns."""
+_KEY = "learner/share_computed"
+"""Share of the step's tokens that the learner computed: tokens with an advantage, or all if there is a KL."""
+_WHY = (
+    "all completions of each prompt earned the same. Read some (rayapp view RUN) and score an answer that you know to "
+    "be right (rayapp try reward): docs/quick-start.md, 'The line of a step'."
+)
+
+
+class SignalWatch:
+    """Counts the steps of a run that taught nothing."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_silent = self.num_silent_last = 0
+
+    def record(self, metrics: Mapping[str, Any]) -> bool:
+        """Count this step.
+
+        Returns:
+            True at the last of PATIENCE_STEPS steps in a row without signal: the moment to warn.
+        """
+        if _KEY in metrics:
+            is_silent = _is_silent(metrics)
+            self.num_steps += 1
+            self.num_silent += is_silent
+            self.num_silent_last = self.num_silent_last + 1 if is_silent else 0
+            return is_silent and self.num_silent_last == PATIENCE_STEPS
+        return False
+
+    def warning(self) -> str:
+        """Return a sentence on the last steps; empty while they have signal."""
+        if self.num_silent_last < PATIENCE_STEPS:
+            return ""
+        return f"warning: no signal in the last {self.num_silent_last} steps, so the policy learns nothing: {_WHY}"
+
+    def summary(self) -> str:
+        """Return a sentence on all steps, for the end of a run; empty if most of them had signal."""
+        if self.num_steps and self.num_silent == self.num_steps:
+            return f"warning: no step had signal ({self.num_steps} of {self.num_steps}), so nothing was learned: {_WHY}"
+        if self.num_silent > self.num_steps / 2:
+            return f"warning: {self.num_silent} of {self.num_steps} steps had no signal: {_WHY}"
+        return ""
+
+
+def _is_silent(metrics: Mapping[str, Any]) -> bool:
+    """Return True if no reward of the step taught anything; a teacher teaches without rewards."""
+    are_equal = metrics.get("reward/std", 1.0) < 1e-6 and "distillation/kl" not in metrics
+    return bool(metrics[_KEY] == 0.0 or are_equal)
+
+
+def warning_of(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the warning that holds after these steps; empty for none."""
+    watch = SignalWatch()
+    for record in records:
+        watch.record(record)
+    return watch.warning()

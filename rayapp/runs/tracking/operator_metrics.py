@@ -1,11 +1,11 @@
-"""What an operator watches: the one definition of every Prometheus metric of a run.
+"""Metrics for operators: the one definition of every Prometheus metric of a run.
 
     driver, sandbox-pool, vllm-server-N, rollout-worker-N            Prometheus
       {"reward/mean": 0.4, …} --samples()--> Sample --actors/metrics.py--> ray_rl_reward_mean{run="x"} 0.4
 
-The parts of a run already count in slash-named scalars (docs/run-folder.md); a metric says which of those it shows. The
-dashboard and the alerts are made from this table too (`write.py`), so that none of them can name what isn't there.
-Pure; it never talks to Ray. Names carry units as Prometheus wants them; Ray puts `ray_` before each.
+The parts of a run already count in slash-named scalars (docs/run-folder.md); each metric names the scalars that it
+shows. The dashboard and the alerts are generated from this table too (`write.py`), so they can't name missing metrics.
+Pure; never talks to Ray. Names carry units by Prometheus's rules; Ray adds the prefix `ray_`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Metric:
 
     name: str
     kind: Kind
-    """timestamp: a gauge with the Unix time at which `source` was last there. counter: `source` counts up from the
+    """timestamp: a gauge with the Unix time at which `source` was last reported. counter: `source` counts up from the
     start of its process. histogram: fed by `actors.metrics` itself."""
     help: str
     source: str = ""
-    """Name of the scalar, with `{label}` for a part of it that becomes a label."""
+    """Name of the scalar, with `{label}` for a part that becomes a label."""
     unit: Unit = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     is_zero_when_absent: bool = False
-    """A label value that is not reported any more counts as 0; otherwise its last value stays."""
+    """True: a label value that is no longer reported counts as 0; otherwise its last value stays."""
 
     @property
     def exported(self) -> str:
@@ -45,7 +45,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the scalars it shows, with a group per label."""
+        """Regular expression for its scalars, with a group per label."""
         parts = _LABEL.split(self.source)
         return re.compile("".join(f"(?P<{p}>[^/]+)" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
 
@@ -60,7 +60,7 @@ class Sample:
 
 
 def _of_scalar(kind: Kind, name: str, source: str, text: str, **more: Any) -> Metric:
-    """A metric of one scalar, or of all that `source` describes: its labels are the parts in braces."""
+    """Make a metric of one scalar, or of all that match `source`: parts in braces are its labels."""
     return Metric(name=name, kind=kind, source=source, help=text, labels=tuple(_LABEL.findall(source)), **more)
 
 
@@ -130,10 +130,10 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def samples(scalars: Mapping[str, float], *, now: float) -> Iterator[Sample]:
-    """What to report for these scalars; those that no metric shows are passed over, and so is not-a-number.
+    """Yield the samples of these scalars, except NaN and scalars that no metric shows.
 
     Args:
-        now: Unix time, for the metrics that say when something last happened.
+        now: Unix time, for metrics of kind timestamp.
     """
     for metric in METRICS:
         if not metric.source:
@@ -146,7 +146,7 @@ def samples(scalars: Mapping[str, float], *, now: float) -> Iterator[Sample]:
 
 
 def of_step(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """A step's metrics with what an operator reads off them: the step itself, and who waited for whom."""
+    """Return a step's metrics, extended for operators: the step itself, and the idle shares."""
     step_s = metrics.get("timing_s/step", 0.0)
     busy = {"servers": "timing_s/generate", "learners": "timing_s/train"}
     idle = {

@@ -1,14 +1,14 @@
-"""One trajectory as a tree of spans: what a person follows in a trace viewer. Pure; `mlflow_tracker.py` writes them.
+"""One trajectory as a tree of spans for a trace viewer. Pure; `mlflow_tracker.py` writes them.
 
     rollout
-      turn 0              the policy speaks, its tools answer
-        generate          in: the text the policy read; out: what it sampled
-        tool python       in: arguments; out: what the policy read as the result
+      turn 0              a completion and the results of its tools
+        generate          in: the text the policy read; out: the text it sampled
+        tool python       in: arguments; out: the result as the policy read it
           sandbox         one execution
       turn 1 ...
       score               the verdict
 
-Times are those that the rollout worker noted. Tokens become text here and not in the workers, which know no tracking.
+Times are those recorded by the rollout worker. Tokens become text here: the workers have no part in tracking.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayapp.core.forks import before
+from rayapp.core.trajectories import before
 from rayapp.core.types import CallRecord, ExecOutcome, Group, Reward, Trajectory, TurnRecord
 
 Decode = Callable[[Sequence[int]], str]
@@ -28,7 +28,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stretch of time."""
+    """One interval of time."""
 
     name: str
     kind: str
@@ -40,13 +40,13 @@ class Span:
     outputs: Any = None
     attributes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason of a failure; empty if there was none."""
     children: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRollout:
-    """A trajectory that is traced, and where it belongs."""
+    """A trajectory to trace, and its place in the run."""
 
     step: int
     group: Group
@@ -58,15 +58,15 @@ class TracedRollout:
 
     @property
     def key(self) -> str:
-        """The same for the same place in a run: a step that a resumed run takes again replaces its traces."""
+        """Return the same key for the same place in a run, so that steps repeated by a resumed run replace traces."""
         return f"step={self.step}/group={self.group.group_id}/trajectory={self.index}"
 
 
 def chosen_rollouts(step: int, groups: Iterable[Group], ratio: float, *, seed: int) -> tuple[TracedRollout, ...]:
-    """The trajectories to trace: a share of them, the same in a run that is done again.
+    """Choose the trajectories to trace: a share of them, the same in every repetition of a run.
 
     Args:
-        ratio: of all trajectories; each is chosen by itself. One that failed before the policy spoke has no spans.
+        ratio: share of all trajectories; each is drawn by itself. One that failed before the first turn has no spans.
     """
     found = (
         TracedRollout(step=step, group=group, index=index)
@@ -78,12 +78,12 @@ def chosen_rollouts(step: int, groups: Iterable[Group], ratio: float, *, seed: i
 
 
 def _draw(name: str) -> float:
-    """A number from [0, 1) that depends on the name only."""
+    """Return a number from [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
 def to_span(rollout: TracedRollout, decode: Decode) -> Span:
-    """The root span of a trajectory."""
+    """Build the root span of a trajectory."""
     trajectory, prompt = rollout.trajectory, rollout.group.prompt
     turns = tuple(_turn(trajectory, number, turn, decode) for number, turn in enumerate(trajectory.turns))
     last_s = max(turn.end_s for turn in turns)
@@ -140,7 +140,7 @@ def _turn(trajectory: Trajectory, number: int, turn: TurnRecord, decode: Decode)
 
 
 def _call(call: CallRecord, generated_s: float) -> Span:
-    # A call that was refused without being looked at has no time of its own.
+    # A call refused without being run has no time of its own.
     start_s = call.started_at_s or generated_s
     return Span(
         name=f"tool {call.name}" if call.name else "tool call that can't be read",
@@ -186,7 +186,7 @@ def _score(reward: Reward, start_s: float) -> Span:
 
 
 def walk(root: Span) -> Iterator[tuple[int, int | None, Span]]:
-    """Every span with its number and its parent's, parents first."""
+    """Yield every span with its number and its parent's number, parents first."""
     pending: list[tuple[int | None, Span]] = [(None, root)]
     for number, (parent, span) in enumerate(pending):
         yield number, parent, span

@@ -1,72 +1,90 @@
-"""The trackers of a run as one. Only the driver writes, in step order; a tracker that fails never stops training."""
+"""The trackers of a run as one, and those for TensorBoard and Weights & Biases.
+
+Only the driver writes, in step order; a tracker that fails never stops training.
+
+TensorBoard gets one event file in `<run>/tensorboard` (`tensorboard --logdir`), written with its own event writer, so
+that neither torch nor TensorFlow is loaded into the driver. Weights & Biases is offline unless the configuration says
+otherwise: files in `<run>/wandb`, sent with `wandb sync`.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
+import wandb
 from rich.console import Console
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rayapp.config.config import Config
 from rayapp.config.sections import TRACKERS
 from rayapp.core.errors import ConfigError
-from rayapp.core.names.plugins import load_plugin
+from rayapp.core.logs import visible
+from rayapp.core.names import load_plugin
 from rayapp.core.protocols import Tracker
-from rayapp.core.terminal import visible
 from rayapp.core.types import Group
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer
+from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer, remembered_id
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
-from rayapp.runs.tracking.jsonl import JsonlTracker
+from rayapp.runs.tracking.metrics import JsonlTracker, SignalWatch
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 
 class RunTracker:
-    """Fans out to the configured trackers.
+    """Passes records to all configured trackers.
 
     Args:
-        trackers: by name.
-        console: shows phases as well; None without the console tracker.
+        trackers: trackers by name.
+        console: also shows phases; None without the console tracker.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
+        self._signal = SignalWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
-        """One more tracker, for the rest of the run; closed with the others."""
+        """Add a tracker for the rest of the run; it is closed with the others."""
         self._trackers[name] = tracker
 
     def note(self, text: str) -> None:
-        """A line for people: where to look, what has started, what was written."""
+        """Show a line to people, e.g. an address, or a file that was written."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.note(visible(text))
 
     def phase(self, name: str) -> None:
-        """What the driver waits for now."""
+        """Show the phase that the driver waits for."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step to every tracker. Failures are reported once per tracker and counted in `tracking/failed`."""
+        """Send one step to every tracker. Failures are logged once per tracker and counted in `tracking/failed`."""
         metrics = dict(metrics) | {"tracking/failed": float(sum(self._num_failed.values()))}
         for name, tracker in self._trackers.items():
             with self._guarded(name):
                 tracker.log(step, metrics)
+        if self._signal.record(metrics):
+            self.note(self._signal.warning())
 
     def trace(self, step: int, groups: Sequence[Group]) -> None:
-        """The rollouts of one step to every tracker that takes them."""
+        """Send the rollouts of one step to every tracker that takes them."""
         for name, tracker in self._trackers.items():
             if isinstance(tracker, BackgroundTracer):
                 with self._guarded(name):
@@ -83,6 +101,9 @@ class RunTracker:
             self._num_failed[name] = self._num_failed.get(name, 0) + 1
 
     def close(self) -> None:
+        """Close every tracker. The last line of a run that learned nothing is a warning."""
+        if text := self._signal.summary():
+            self.note(text)
         for name, tracker in self._trackers.items():
             with self._guarded(name):
                 tracker.close()
@@ -90,7 +111,7 @@ class RunTracker:
 
 @contextmanager
 def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
-    """The trackers that `tracking.trackers` names, closed at the end of the block."""
+    """Make the trackers in `tracking.trackers`; they are closed at the end of the block."""
     with closing(_make(config, folder.path)) as tracker:
         yield tracker
 
@@ -115,7 +136,7 @@ def _make(config: Config, path: Path) -> RunTracker:
 
 
 def check_packages(chosen: Sequence[str]) -> None:
-    """Raises ConfigError: a tracker was asked for by name, so its absence is told before anything starts."""
+    """Check that the chosen trackers' packages are installed, before anything starts. Raises ConfigError."""
     for name in chosen:
         if name not in TRACKERS:
             load_plugin("trackers", name)
@@ -128,7 +149,6 @@ def check_packages(chosen: Sequence[str]) -> None:
 
 
 def _tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
-    from rayapp.runs.tracking.tensorboard_tracker import TensorboardTracker
 
     return TensorboardTracker(path / "tensorboard", first_step)
 
@@ -147,7 +167,6 @@ def _mlflow(config: Config, path: Path, first_step: int) -> RolloutTracer:
 
 
 def _wandb(config: Config, path: Path, first_step: int) -> Tracker:
-    from rayapp.runs.tracking.wandb_tracker import WandbTracker
 
     section = config.tracking
     return WandbTracker(path, project=section.project, mode=section.wandb_mode, parameters=flattened(config))
@@ -160,7 +179,7 @@ _SERVICES: dict[str, Callable[[Config, Path, int], Tracker]] = {
 
 
 def flattened(config: Config) -> dict[str, str]:
-    """The configuration as `section.key` -> JSON text.
+    """Flatten the configuration to `section.key` -> JSON text.
 
     Example: {"run.name": '"seed0"', "train.num_steps": "40"}.
     """
@@ -175,7 +194,7 @@ def flattened(config: Config) -> dict[str, str]:
 
 
 def _console(config: Config) -> LineConsole | LiveConsole:
-    """Live only where somebody watches both streams: `rayapp train | tee log` must leave its lines in the log."""
+    """Make a live console only if both streams are terminals: `rayapp train | tee log` must leave lines in the log."""
     if config.tracking.log_format == "json":
         return LogConsole(config.train.num_steps)
     if in_notebook():
@@ -184,3 +203,66 @@ def _console(config: Config) -> LineConsole | LiveConsole:
     if terminal.is_interactive and sys.stdout.isatty():
         return LiveConsole(config.train.num_steps, config.run.name, terminal)
     return LineConsole(config.train.num_steps)
+
+
+class TensorboardTracker:
+    """Writes scalars.
+
+    Args:
+        folder: made if missing; every start of the run adds a file.
+        first_step: TensorBoard drops data of earlier files from this step on: a resumed run repeats those steps.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items() if math.isfinite(value)]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Logs to one W&B run, the same one after a resume.
+
+    Args:
+        folder: the run folder, whose name is the run's.
+        project: W&B project.
+        mode: online needs WANDB_API_KEY.
+        parameters: the flattened configuration.
+    """
+
+    def __init__(
+        self, folder: Path, *, project: str, mode: Literal["offline", "online"], parameters: Mapping[str, str]
+    ) -> None:
+        run_id = remembered_id(folder, "wandb", lambda: secrets.token_hex(8))
+        self._run = wandb.init(
+            dir=str(folder),
+            project=project,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            mode=mode,
+            config=dict(parameters),
+            # Don't record the process's output, its code or the machine's load.
+            settings=wandb.Settings(
+                silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True, init_timeout=60.0
+            ),
+        )
+        # Use our steps as the axis: W&B's own counter only grows, and would drop steps that a resumed run repeats.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({key: value for key, value in metrics.items() if math.isfinite(value)} | {"step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+        # W&B's own process writes the file and may still be busy: wait until it has ended.
+        wandb.teardown()

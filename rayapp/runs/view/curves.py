@@ -1,6 +1,6 @@
-"""metrics.jsonl of a run as curves: read on from where the last look ended, thinned to what a screen can show.
+"""Curves of a run's metrics.jsonl: read incrementally, thinned to the resolution of a screen; and the panels for them.
 
-Called by the server for each look at the curves. A run that resumes cuts the file; then it is read anew.
+A resumed run cuts the file; then it is read from the start. The page and the report show the same panels.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rayapp.runs.tracking.jsonl import read_records
+from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
@@ -34,7 +35,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def records(self) -> list[dict[str, Any]]:
-        """Everything logged, in the order of steps."""
+        """Return all logged records, in the order of steps."""
         with self._lock:
             stamp = self._source.stamp("metrics.jsonl")
             if stamp != self._stamp:
@@ -43,7 +44,7 @@ class Metrics:
             return self._records
 
     def _read_on(self) -> None:
-        """Add the lines since the last look, or read all again when the line before them is not where it was."""
+        """Read the lines added since the last call; read all again if the file was cut."""
         start = self._num_bytes - len(self._last_line)
         new = self._source.read_bytes("metrics.jsonl", offset=start) or b""
         if not new.startswith(self._last_line):
@@ -58,17 +59,17 @@ class Metrics:
 
 
 def keys_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Every metric that some step has."""
+    """Return every metric that some step has."""
     return sorted({key for record in records for key in record} - {"step", "time"})
 
 
 def curve(
     records: Sequence[dict[str, Any]], key: str, *, max_points: int = MAX_POINTS, absent: float | None = None
 ) -> dict[str, list[float]]:
-    """{"steps": [...], "values": [...]} of a metric; with more steps than points, means of equal stretches of steps.
+    """Return {"steps": [...], "values": [...]} of a metric; means of equal ranges if there are more steps than points.
 
     Args:
-        absent: value of a step that lacks the metric; None leaves the step out.
+        absent: value for a step without the metric; None leaves the step out.
 
     Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5].
     """
@@ -86,3 +87,93 @@ def _is_number(value: Any) -> bool:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart.
+
+    Example: `Panel(title="Reward", keys=("reward/mean",), section="Reward")`.
+    """
+
+    section: str
+    title: str
+    keys: tuple[str, ...]
+    """Metrics; a name that ends in `*` stands for all with that prefix."""
+    unit: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    """Fixed upper end of the axis, for shares."""
+    omits: tuple[str, ...] = ()
+    """Metrics that the patterns match but another panel shows."""
+    absent_is_zero: bool = False
+    """True if a missing metric means 0: statuses are logged only when they occur."""
+
+
+def _panel(section: str, title: str, *keys: str, **more: Any) -> Panel:
+    return Panel(section=section, title=title, keys=keys, **more)
+
+
+def _share(section: str, title: str, *keys: str) -> Panel:
+    counts = any("*" in key for key in keys)
+    return _panel(section, title, *keys, unit="share", floor=0.0, ceiling=1.0, absent_is_zero=counts)
+
+
+_PHASES = ("step", "generate", "score", "train", "weight_sync", "eval", "checkpoint", "other")
+PANELS = (
+    _panel("Reward", "Reward", "reward/mean", "reward/min", "reward/max"),
+    _share("Reward", "Tests passed", "reward/pass_rate/mean", "reward/solved/mean"),
+    _panel("Reward", "Reward by task", "task/*/reward/mean"),
+    _panel("Reward", "Reward by source", "source/*/reward/mean"),
+    _share("Reward", "Solved by source", "source/*/reward/solved/mean"),
+    _panel("Reward", "Reward terms", "reward/*/mean", omits=("reward/pass_rate/mean", "reward/solved/mean")),
+    _share("Reward", "Verdicts", "reward_status/*"),
+    _panel("Reward", "Evaluation", "eval/reward/mean", "eval/reward/pass_rate/mean", "eval/reward/solved/mean"),
+    _share("Rollout", "Groups without signal", "groups/zero_variance", "groups/all_invalid"),
+    _panel("Rollout", "Completion length", "length/response/mean", "length/response/max", unit="tokens", floor=0.0),
+    _share("Rollout", "Groups without signal by source", "source/*/groups/zero_variance"),
+    _panel("Rollout", "Completion length by source", "source/*/length/response/mean", unit="tokens", floor=0.0),
+    _share("Rollout", "How trajectories ended", "status/*"),
+    _share("Rollout", "Failures", "rollout/invalid", "rollout/failed_ratio_10_steps", "failure/*"),
+    _panel("Rollout", "Staleness", "staleness/mean", "staleness/max", unit="optimizer steps", floor=0.0),
+    _panel("Learner", "Entropy", "learner/entropy", "sft/entropy", unit="nats", floor=0.0),
+    _panel("Learner", "KL", "learner/ppo_kl", "learner/kl_to_reference", "distillation/*kl", "rollout_corr/kl"),
+    _panel("Learner", "Clip share", "learner/pg_clipfrac", "learner/pg_clipfrac_lower", floor=0.0),
+    _panel("Learner", "Gradient norm", "learner/grad_norm", floor=0.0),
+    _panel("Learner", "Loss", "learner/loss"),
+    _panel("Learner", "Demonstrations", "sft/loss", "sft/validation_loss", unit="nats", floor=0.0),
+    _panel(
+        "Learner",
+        "Engine against learner",
+        "rollout_probs_diff/mean",
+        "rollout_probs_diff/max",
+        unit="probability",
+        floor=0.0,
+    ),
+    _panel("Time", "Seconds of a step", *(f"timing_s/{name}" for name in _PHASES), unit="s", floor=0.0),
+    _panel(
+        "Time",
+        "Tokens per second",
+        "throughput/response_tokens_per_s",
+        "throughput/generated_tokens_per_s",
+        unit="tokens/s",
+        floor=0.0,
+    ),
+    _panel("Time", "Weights", "weight_sync/export_s", "weight_sync/load_s", unit="s", floor=0.0),
+)
+
+
+def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
+    """Return the metrics of `known` that a panel shows, in the panel's order.
+
+    Example: `reward/*/mean` of [reward/solved/mean, reward/mean] is [reward/solved/mean].
+    """
+    shown: dict[str, None] = {}
+    for pattern in panel.keys:
+        head, star, tail = pattern.partition("*")
+        if star:  # stands for something that is not empty
+            long = (key for key in known if len(key) > len(head) + len(tail))
+            shown |= dict.fromkeys(key for key in long if key.startswith(head) and key.endswith(tail))
+        elif pattern in known:
+            shown[pattern] = None
+    return [key for key in shown if key not in panel.omits]

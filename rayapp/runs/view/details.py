@@ -1,21 +1,216 @@
-"""One group, one trajectory: read from the step's file when somebody opens it, never before.
+"""One group or one trajectory for the page, read from the step's file when a user opens it.
 
-Called by the server. Texts leave here as they are, cut to what a page can hold; escaping is the page's business, which
-sets text and never markup.
+Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. Beside them:
+
+- Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
+  the group alone; for other estimators the page shows the reward minus the group's mean, and says so.
+- Differences between two completions, by line and within lines.
+- The text that each token adds, so that tokens can be coloured.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from itertools import groupby
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import accumulate, groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
 from rayapp.runs.view.source import FOLDERS, SCALARS, RunSource, recorded_group
-from rayapp.runs.view.tokens import Tokenizer, token_texts
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """The advantages of one group's trajectories.
+
+    Example: rewards 1 and 0 under grpo -> mean 0.5, standard deviation 0.7071, values (0.7071, -0.7071).
+    """
+
+    label: str
+    values: tuple[float | None, ...]
+    """(G,) None for trajectories left out of the loss."""
+
+
+def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm: Mapping[str, Any]) -> Advantages:
+    """Compute (r - mean) / (std + 1e-6) like verl's grpo, with the sample standard deviation, or r - mean (Dr. GRPO).
+
+    A group with one valid trajectory has mean 0 and deviation 1 in verl, so its advantage is its reward.
+    """
+    of_valid = [reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid]
+    is_grpo = algorithm.get("adv_estimator", "grpo") == "grpo"
+    mean = fmean(of_valid) if len(of_valid) > 1 or (of_valid and not is_grpo) else 0.0
+    divides = is_grpo and algorithm.get("norm_adv_by_std", True)
+    scale = (stdev(of_valid) if len(of_valid) > 1 else 1.0) + _EPSILON if divides else 1.0
+    values = tuple((r - mean) / scale if is_valid else None for r, is_valid in zip(rewards, valid, strict=True))
+    return Advantages(label="advantage (grpo)" if is_grpo else "reward − group mean", values=values)
+
+
+MAX_LINES = 1500
+MAX_LINE_CHARS = 1000
+BUDGET = 2_000_000
+"""Pairs of equal lines, and then of equal words, that difflib may compare: half a second. Repetitive texts have
+thousands of times as many; text beyond the budget is shown as changed."""
+_WORDS = re.compile(r"\w+|\s+|.", re.DOTALL)
+
+
+def diff_lines(left: str, right: str) -> list[dict[str, Any]]:
+    """Return the rows of a side-by-side view.
+
+    Returns:
+        {"op": equal | change | delete | insert, "left": pieces or None, "right": pieces or None}; a piece is
+        [text, whether it differs].
+
+    Example: "a\\nb" against "a\\nc" -> an equal row a, a change row [["b", True]] against [["c", True]].
+    """
+    left_lines, right_lines = _lines(left), _lines(right)
+    rows: list[dict[str, Any]] = []
+    words = _Budget(BUDGET)
+    for is_equal, here, there in _pieces(left_lines, right_lines, _Budget(BUDGET)):
+        if is_equal:
+            rows += [_row("equal", [[line, False]], [[line, False]]) for line in here]
+        else:
+            rows += _changed(here, there, words)
+    return rows
+
+
+@dataclass(slots=True)
+class _Budget:
+    left: int
+
+    def spend(self, pairs: int) -> bool:
+        """Take pairs from the budget; if fewer are left, take none and return False."""
+        if pairs > self.left:
+            return False
+        self.left -= pairs
+        return True
+
+
+def _pieces(a: Sequence[str], b: Sequence[str], budget: _Budget) -> Iterator[tuple[bool, Sequence[str], Sequence[str]]]:
+    """Yield both texts piece by piece: whether the pieces are equal, and the piece of each."""
+    i = j = 0
+    for block_i, block_j, size in [*sorted(_blocks(a, b, budget)), (len(a), len(b), 0)]:
+        if i < block_i or j < block_j:
+            yield False, a[i:block_i], b[j:block_j]
+        if size:
+            yield True, a[block_i : block_i + size], b[block_j : block_j + size]
+        i, j = block_i + size, block_j + size
+
+
+def _blocks(a: Sequence[str], b: Sequence[str], budget: _Budget) -> Iterator[tuple[int, int, int]]:
+    """Yield difflib's `get_matching_blocks` within the budget."""
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    there = Counter(b)
+    pairs = [0, *accumulate(1 + there[line] for line in a)]
+    todo = [(0, len(a), 0, len(b))]
+    while todo:
+        i1, i2, j1, j2 = todo.pop()
+        if i1 == i2 or j1 == j2 or not budget.spend(pairs[i2] - pairs[i1]):
+            continue
+        i, j, size = matcher.find_longest_match(i1, i2, j1, j2)
+        if size:
+            yield i, j, size
+            todo += [(i1, i, j1, j), (i + size, i2, j + size, j2)]
+
+
+def _changed(left: Sequence[str], right: Sequence[str], budget: _Budget) -> list[dict[str, Any]]:
+    paired = min(len(left), len(right))
+    rows = [_row("change", *_inside(a, b, budget)) for a, b in zip(left[:paired], right[:paired], strict=True)]
+    rows += [_row("delete", [[line, True]], None) for line in left[paired:]]
+    rows += [_row("insert", None, [[line, True]]) for line in right[paired:]]
+    return rows
+
+
+def _inside(left: str, right: str, budget: _Budget) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return the pieces of two lines, marked where they differ."""
+    pieces = list(_pieces(_WORDS.findall(left), _WORDS.findall(right), budget))
+    pieces_left = [["".join(here), not is_equal] for is_equal, here, _ in pieces if here]
+    pieces_right = [["".join(there), not is_equal] for is_equal, _, there in pieces if there]
+    return pieces_left, pieces_right
+
+
+def _row(op: str, left: list[list[Any]] | None, right: list[list[Any]] | None) -> dict[str, Any]:
+    return {"op": op, "left": left, "right": right}
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    shown = [line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …" for line in lines[:MAX_LINES]]
+    return shown if len(lines) <= MAX_LINES else [*shown, f"… {len(lines) - MAX_LINES:,} more lines"]
+
+
+# A character has at most four bytes, in the worst case a token each; longer sequences are not text.
+_MAX_TOKENS_OF_A_CHARACTER = 12
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """The methods of `tokenizers.Tokenizer` used here."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return (T,) the text that each token adds; joined they give the whole text.
+
+    Example: a character of three byte tokens gives ["", "", "€"].
+    """
+    texts: list[str] = []
+    start = read = 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[start:read], skip_special_tokens=False)
+        whole = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        is_torn = whole.endswith(_REPLACEMENT) and end < len(ids) and end - start < _MAX_TOKENS_OF_A_CHARACTER
+        texts.append("" if is_torn else whole[len(before) :])
+        if not is_torn:
+            start, read = read, end
+    return texts
+
+
+def load_tokenizer(source: RunSource, model_path: str, chosen: Path | None) -> Any | None:
+    """Load a run's tokenizer: the user's choice, the final model's, or the initial model's.
+
+    Returns:
+        None if none of them is available: then texts are shown whole, without coloured tokens.
+    Raises:
+        InputError: the chosen one can't be read.
+    """
+    if chosen is not None:
+        file = chosen / "tokenizer.json" if chosen.is_dir() else chosen
+        try:
+            return _parse(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"--tokenizer {chosen}: {error}. Give a Hugging Face folder with tokenizer.json") from None
+    candidates = (source.read_bytes("final/tokenizer.json"), _local(Path(model_path) / "tokenizer.json"))
+    return next((_parse(data) for data in candidates if data), None)
+
+
+def _local(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+def _parse(data: bytes) -> Any:
+    """Parse a tokenizer.json. Raises ValueError: not a tokenizer."""
+    from tokenizers import Tokenizer as Fast
+
+    try:
+        return Fast.from_str(data.decode())
+    except Exception as error:  # boundary: the library raises bare Exception
+        raise ValueError(f"it is no tokenizer.json: {error}") from None
+
 
 MAX_TEXT_CHARS = 60_000
 MAX_TOKENS = 40_000
@@ -23,15 +218,15 @@ MAX_TRAJECTORIES = 256
 _GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
-"""Optional column: where tokens don't go on from those before them."""
+"""Optional column: positions of tokens that don't continue the ones before them."""
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
-"""Optional column: with it tokens can be coloured by what the engine and the learner disagree on."""
+"""Optional column for colouring tokens by the difference between engine and learner."""
 
 
 def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, Any]]:
-    """The trajectories of a group without their tokens, by index.
+    """Return the trajectories of a group without their tokens, by index.
 
     Raises:
         InputError: there is no such group, or its file can't be read.
@@ -45,7 +240,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
 def read_trajectory(
     source: RunSource, step: int, group_id: int, index: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """One trajectory with its turns.
+    """Return one trajectory with its turns.
 
     Raises:
         InputError: there is no such trajectory, or its file can't be read.
@@ -70,9 +265,9 @@ def read_trajectory(
 
 
 def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What was read and what was sampled, in turn. A stretch of the mask between two forks is a turn.
+    """Split a trajectory into read and sampled parts, in order. A stretch of the mask between two forks is a turn.
 
-    Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; of the sampled ones also every token.
+    Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; sampled parts also list every token.
     """
     ids = tokens["token_ids"][:MAX_TOKENS]
     texts = token_texts(tokenizer, ids)
@@ -101,7 +296,7 @@ def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any
 
 
 def untokenized(row: dict[str, Any], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns as texts, where no tokenizer is at hand: the prompt, and what was recorded of each turn."""
+    """Return turns as texts if there is no tokenizer: the prompt, and the recorded text of each turn."""
     prompt = {"kind": "prompt", "text": cut(row["prompt"]), "first_token": 0, "num_tokens": row["num_prompt_tokens"]}
     single = {"start": row["num_prompt_tokens"], "end": None, "text": cut(row["completion"])}
     return [prompt] + [
@@ -124,7 +319,7 @@ def _cut_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """The beginning of a text, and how much of it is left out."""
+    """Cut a text, and say how many characters are left out."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}\n… {len(text) - max_chars:,} more characters"
 
 
@@ -137,7 +332,7 @@ def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
 def _read(
     source: RunSource, step: int, group_id: int, filters: list[Any], columns: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """Rows of a group; only the parts of its file that can hold them are read."""
+    """Read the rows of a group; only the parts of its file that can hold them."""
     purpose, recorded_id = recorded_group(group_id)
     filters = [("group_id", "=", recorded_id), *filters]
     path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"

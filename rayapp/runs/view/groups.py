@@ -1,4 +1,4 @@
-"""The table of groups: what a person may ask for, and the SQL that answers. Pure but for the query it runs."""
+"""The table of groups: filters and sorting as SQL. Pure except for the query it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Everything is optional; what is given must all hold. Rewards compare with the group's mean.
+    """Optional conditions, all of which must hold. Rewards compare with the group's mean.
 
     Example: `GroupFilter(task="sort_numbers", reward_max=0.0, reward_status="timeout")`.
     """
@@ -50,25 +50,25 @@ class GroupFilter:
     reward_min: float | None = None
     reward_max: float | None = None
     reward_status: str | None = None
-    """At least one trajectory of the group ended so."""
+    """At least one trajectory of the group has this reward status."""
     status: str | None = None
-    """As `reward_status`."""
+    """At least one trajectory of the group has this status."""
     failure: str | None = None
     signal: str | None = None
     """`some`: rewards differ, so the group teaches; `none`: they are all equal or not valid."""
     tool_failed: str | None = None
     """`some`: at least one tool call of the group failed; `none`: none did."""
     purpose: str | None = None
-    """`train`, or `eval` for what evaluations sampled."""
+    """`train`, or `eval` for evaluations."""
     text: str | None = None
-    """In the prompt, a completion, a turn, a tool result or a detail, whatever its case; see `search.py`."""
+    """Text in the prompt, a completion, a turn, a tool result or a detail, ignoring case; see `index.py`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> GroupFilter:
-        """From a page's address.
+        """Parse the query of a page's address.
 
         Raises:
-            InputError: a value that can't be what its name says.
+            InputError: an invalid value.
         """
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -80,7 +80,7 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Which rows, in which order."""
+    """Range and order of the rows."""
 
     sort: str = "step"
     descending: bool = True
@@ -89,7 +89,7 @@ class Page:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Page:
-        """Raises InputError: no such column, or no number."""
+        """Parse the query of a page's address. Raises InputError: no such column, or not a number."""
         sort = given.get("sort", "") or "step"
         if sort not in SORTABLE:
             raise InputError(f"groups can't be sorted by {sort!r}; columns: {', '.join(SORTABLE)}")
@@ -105,15 +105,15 @@ class Page:
 def find_groups(
     index: GroupIndex, chosen: GroupFilter, page: Page, *, among: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """{"total": groups that match, "rows": the page's}.
+    """Return {"total": number of matching groups, "rows": rows of the page}.
 
     Args:
-        among: `step:group` of those that hold the text that is looked for; None: no text is.
+        among: `step:group` of groups that hold the searched text; None: no text is searched.
     """
     where, parameters = _where(chosen, among)
     total = index.query(f"select count(*) as total from groups {where}", parameters)[0]["total"]
     direction = "desc" if page.descending else "asc"
-    # The tail of the order makes pages stable: equal values would else move between two of them.
+    # The end of the order keeps pages stable: rows with equal values could otherwise move between pages.
     order = f"order by {page.sort} {direction} nulls last, step {direction}, group_id"
     sql = f"select * exclude (file) from groups {where} {order} limit $limit offset $offset"
     rows = index.query(sql, {**parameters, "limit": page.limit, "offset": page.offset})
@@ -123,7 +123,7 @@ def find_groups(
 
 
 def facets(index: GroupIndex) -> dict[str, Any]:
-    """What there is to choose from."""
+    """Return the values to choose from in each filter."""
     span = index.query("select min(step) as first, max(step) as last, count(*) as groups from groups", {})[0]
     unnested = "select distinct unnest({}) as value from groups order by value"
     return {
@@ -141,7 +141,7 @@ def facets(index: GroupIndex) -> dict[str, Any]:
 
 
 def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500, *, is_eval: bool = False) -> list[dict[str, Any]]:
-    """Groups of one prompt over the run, oldest first; of training or of evaluations."""
+    """Return groups of one prompt over the run, oldest first; of training or of evaluations."""
     columns = "step, group_id, task, reward_mean, reward_std, pass_rate, solved, num_trajectories"
     sql = (
         f"select {columns} from groups where prompt_id = $prompt_id and (group_id < 0) = $is_eval "
@@ -151,8 +151,8 @@ def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500, *, is_eval:
 
 
 def neighbours(index: GroupIndex, step: int, group_id: int) -> dict[str, dict[str, Any] | None]:
-    """The groups before and after one in the run's prompt order: {"previous": {"step", "group_id"}, "next": …}."""
-    # A step holds groups in the order of their ids, but replaced prompts make ids and steps overlap: both count.
+    """Return the groups before and after one, in prompt order: {"previous": {"step", "group_id"}, "next": …}."""
+    # A step holds groups in the order of their ids, but replaced prompts make ids and steps overlap: compare both.
     found: dict[str, dict[str, Any] | None] = {}
     for name, (sign, order) in {"previous": ("<", "desc"), "next": (">", "asc")}.items():
         sql = (
@@ -164,7 +164,7 @@ def neighbours(index: GroupIndex, step: int, group_id: int) -> dict[str, dict[st
 
 
 def preview(prompt: str, max_chars: int = 160) -> str:
-    """What the user asked last, on one line; of a prompt without roles, its end.
+    """Return the last message of the user, on one line; for a prompt without roles, its end.
 
     Example: "<|im_start|>user\nSort it<|im_end|>\n<|im_start|>assistant\n" -> "Sort it".
     """

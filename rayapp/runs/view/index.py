@@ -1,16 +1,23 @@
-"""One row per group of a run in DuckDB, kept up with the files: what the table of groups is filtered and sorted by.
+"""One row per group of a run in DuckDB, kept up to date with the files: for filters and sorting of the groups' table.
 
     step=000007.parquet --narrow columns--> per-group numbers --> table `groups`
-    step=000008.parquet --'                                       (about 200 bytes a group; texts and tokens stay put)
+    step=000008.parquet --'                                       (about 200 bytes a group; no texts and tokens)
 
-`refresh` is called by the server's one background thread and takes in a bounded batch a call, newest steps first, so
-that the first page of a huge run doesn't wait for all of it. Queries may run beside it from any thread.
-A file that can't be read is a problem that the page shows, never the end of the view.
+The server's one background thread calls `refresh`, which reads a bounded batch, newest steps first, so that the first
+page of a huge run doesn't wait for all of it. Any thread may query meanwhile. A file that can't be read becomes a
+problem shown on the page; the viewer goes on.
+
+`TextSearch` finds the groups that hold a text, in prompts, completions, turns, tool results and details. Texts are not
+indexed: each step's file is read once per searched text, newest steps first, and the result is cached. A long search
+returns its results so far, and continues when it is requested again.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +27,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayapp.runs.trajectories import SCHEMA_VERSION, VERSION_KEY
-from rayapp.runs.view.source import SCALARS, RunSource, StepFile
+from rayapp.runs.view.source import SCALARS, RunSource, StepFile, shown_id
 
 MAX_FILES_PER_REFRESH = 64
 MAX_ROWS_PER_REFRESH = 100_000
 MAX_REFUSED_PER_REFRESH = 3
-"""Files that a storage fails to give before it is left alone until the next look: each may cost a whole timeout."""
+"""Files refused by the storage after which a refresh stops: each refusal may cost a whole timeout."""
 FIRST_ROWS = 4096
-"""Rows after which the first batch ends: enough for a first page, read before anybody is told the address."""
+"""Rows of the first batch: enough for a first page, read before the address is printed."""
 _PREVIEW_CHARS = 800
-"""End of a prompt that is kept: what the user asked is near it."""
+"""Characters kept from a prompt's end, where the user's request is."""
 _COLUMNS = ("step", "group_id", *SCALARS)
 
 _CREATE = """
@@ -42,7 +49,7 @@ create table groups (
     min_policy_version integer, max_policy_version integer, time_generate_s double, time_score_s double
 )
 """
-# min/max/avg leave out what is null: rewards that are not valid are in no number of the group.
+# min/max/avg ignore null: invalid rewards are in no number of the group.
 _AGGREGATE = f"""
 insert into groups
 select file, step, group_id, any_value(source), any_value(task), left(md5(any_value(prompt)), 12),
@@ -60,14 +67,14 @@ from rows group by file, step, group_id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How much of the run the index holds."""
+    """State of the index."""
 
     revision: int
-    """Grows with every change, so that a page knows whether to ask again."""
+    """Grows with every change, so that a page knows when to reload."""
     num_files: int
     num_pending: int
     problems: tuple[str, ...]
-    """One line for each file that can't be read."""
+    """One line for each unreadable file."""
 
 
 class GroupIndex:
@@ -85,13 +92,13 @@ class GroupIndex:
         self._known: dict[str, StepFile] = {}
         self._problems: dict[str, str] = {}
         self._to_try_again: set[str] = set()
-        """Files that the storage did not give: unlike a damaged file, one of these may be whole."""
+        """Files that the storage refused: unlike damaged files, they may be intact."""
         self._num_pending = 0
         self._revision = 0
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
-        """Take in what is new, at most a batch; True when more is waiting that can be had at once.
+        """Read new files, at most a batch; returns True if more files can be read at once.
 
         Raises:
             StorageUnreachableError: the folder can't be listed.
@@ -100,7 +107,7 @@ class GroupIndex:
             files = self._source.step_files()
             self._forget({file.path: file for file in files})
             pending = [file for file in files if file.path not in self._known]
-            # Those that failed before come last: one that is forbidden must not keep the others out.
+            # Files that failed before come last: a forbidden one must not hold up the others.
             pending.sort(key=lambda file: file.path in self._to_try_again)
             self._take_in(pending, MAX_ROWS_PER_REFRESH if self._known else FIRST_ROWS)
             left = {file.path for file in pending if file.path not in self._known}
@@ -108,7 +115,7 @@ class GroupIndex:
             return bool(left - self._to_try_again)
 
     def _forget(self, now: dict[str, StepFile]) -> None:
-        """Drop files that are gone or have other content: a resumed run takes steps again."""
+        """Drop files that are gone or have changed: a resumed run repeats steps."""
         for path, known in list(self._known.items()):
             if now.get(path) != known:
                 self._cursor().execute("delete from groups where file = $file", {"file": path})
@@ -130,7 +137,7 @@ class GroupIndex:
                 tables.append(read_narrow(self._source, file))
                 self._to_try_again.discard(file.path)
             except (pa.ArrowException, ValueError) as error:
-                # A file never fails the page: it may be half copied, or from a version to come.
+                # A bad file never fails the page: it may be half copied, or from a later version.
                 self._note(file, error)
             except OSError as error:
                 self._note(file, error)
@@ -149,7 +156,7 @@ class GroupIndex:
         self._problems[file.path] = f"{file.path.rsplit('/', 1)[-1]} can't be read: {error}"
 
     def query(self, sql: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        """Rows of a query over `groups`. The SQL is ours; what a person typed comes in as parameters only."""
+        """Run a query over `groups`. The SQL is ours; user input is passed only as parameters."""
         cursor = self._cursor().execute(sql, parameters)
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -163,12 +170,12 @@ class GroupIndex:
         )
 
     def _cursor(self) -> duckdb.DuckDBPyConnection:
-        """DuckDB's connections serve one thread at a time; cursors of it serve many."""
+        """Return a cursor for this thread: DuckDB's connections serve one thread, cursors of one serve many."""
         return self._database.cursor()
 
 
 def read_narrow(source: RunSource, file: StepFile) -> Any:
-    """The scalar columns of a step as an arrow table, with `pass_rate`, `solved` and tool counts out of the terms.
+    """Read the scalar columns of a step as an arrow table, with `pass_rate`, `solved` and tool counts from the terms.
 
     Raises:
         ValueError: another schema version, or a column is missing.
@@ -198,12 +205,12 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
     if file.purpose == "eval":
         shown = pc.subtract(-1, table["group_id"]).cast(pa.int64())
         table = table.set_column(table.column_names.index("group_id"), "group_id", shown)
-    # Tables are put together, and versions have the columns in other orders.
+    # Tables are concatenated, and versions order the columns differently.
     return table.select(sorted(table.column_names))
 
 
 def check_schema(schema: Any) -> None:
-    """Raises ValueError unless this version can read the file."""
+    """Check that this version can read the file. Raises ValueError."""
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         raise ValueError(f"trajectory schema {found}, and this version reads {SCHEMA_VERSION}; use a newer rayapp")
@@ -213,7 +220,89 @@ def check_schema(schema: Any) -> None:
 
 
 def _true_counts(masks: Any) -> Any:
-    """(rows,) how many values of each list are true; files of older versions don't say."""
+    """Return (rows,) the number of true values in each list; older files have no such column."""
     parents = pc.list_parent_indices(masks).filter(pc.list_flatten(masks))
     counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(parents).to_pylist()}
     return pa.array([counts.get(row, 0) for row in range(len(masks))], pa.int32())
+
+
+BUDGET_S = 4.0
+"""Longest reading time of one answer, in seconds; cached results are free."""
+MOST_REMEMBERED = 20_000
+_TEXTS = ("prompt", "completion", "reward_detail")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Results of a search so far."""
+
+    groups: tuple[str, ...]
+    """Groups as `step:group`, named as in the index."""
+    num_searched: int
+    num_files: int
+
+
+class TextSearch:
+    """Searches of one run.
+
+    Args:
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, source: RunSource, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._clock = clock
+        self._seen: OrderedDict[tuple[str, str, tuple[int, int]], tuple[str, ...]] = OrderedDict()
+
+    def find(self, text: str) -> SearchResult:
+        """Return the groups whose texts contain this one, ignoring case."""
+        files, started = self._source.step_files(), self._clock()
+        groups: list[str] = []
+        num_searched = 0
+        for file in files:
+            key = (text.lower(), file.path, file.stamp)
+            if key not in self._seen:
+                if self._clock() - started > BUDGET_S:
+                    break
+                self._seen[key] = tuple(self._in_file(file, text))
+                if len(self._seen) > MOST_REMEMBERED:
+                    self._seen.popitem(last=False)
+            groups += self._seen[key]
+            num_searched += 1
+        return SearchResult(groups=tuple(groups), num_searched=num_searched, num_files=len(files))
+
+    def _in_file(self, file: StepFile, text: str) -> Iterator[str]:
+        try:
+            table = read_texts(self._source, file)
+        except (OSError, pa.ArrowException, ValueError):
+            return  # the index has reported that it can't be read
+        mask = None
+        for name in table.column_names:
+            if name != "group_id":
+                hit = pc.fill_null(pc.match_substring(table[name], text, ignore_case=True), False)
+                mask = hit if mask is None else pc.or_(mask, hit)
+        for group_id in pc.unique(table["group_id"].filter(mask)).to_pylist() if mask is not None else ():
+            yield f"{file.step}:{shown_id(group_id, file.purpose)}"
+
+
+def read_texts(source: RunSource, file: StepFile) -> Any:
+    """Return all texts of a step: a row per trajectory, and one per turn and tool result."""
+    with source.files.open_input_file(file.path) as handle:
+        parquet = pq.ParquetFile(handle)
+        names = set(parquet.schema_arrow.names)
+        wanted = [name for name in ("group_id", *_TEXTS, "turns") if name in names]
+        table = parquet.read(wanted)
+    parts = [table.select([name for name in wanted if name != "turns"])]
+    if "turns" in names:
+        parts += _of_turns(table["group_id"], table["turns"].combine_chunks())
+    return pa.concat_tables(parts, promote_options="default")
+
+
+def _of_turns(ids: Any, turns: Any) -> Iterator[Any]:
+    """Yield the text of each turn, and the arguments and result of each call, as columns beside the group's id."""
+    owners, flat = pc.take(ids, pc.list_parent_indices(turns)), pc.list_flatten(turns)
+    yield pa.table({"group_id": owners, "completion": pc.struct_field(flat, "text")})
+    calls = pc.struct_field(flat, "calls")
+    of_call, each = pc.take(owners, pc.list_parent_indices(calls)), pc.list_flatten(calls)
+    for field in ("arguments", "output"):
+        yield pa.table({"group_id": of_call, "completion": pc.struct_field(each, field)})

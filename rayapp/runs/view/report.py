@@ -1,7 +1,7 @@
-"""`rayapp report RUN`: a run for people who weren't there, as one HTML file that needs nothing else, and PNG plots.
+"""`rayapp report RUN`: a run as one self-contained HTML file, and PNG plots.
 
-Drawn from what the page of `rayapp view` shows: the same panels over metrics.jsonl, and a few completions. It reads the
-run and writes only where it is told. Everything a model wrote is escaped by the template engine.
+It shows the panels of `rayapp view` over metrics.jsonl, and a few completions. It only reads the run, and writes only
+to the given folder. The template engine escapes everything that a model wrote.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was written."""
+    """Files that were written."""
 
     page: Path
     plots: tuple[Path, ...]
@@ -71,7 +71,7 @@ def write_report(uri: str, out: Path | None) -> Report:
 
 
 def headlines(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """First and last tenth of the run, for the numbers that people ask for first.
+    """Return the key numbers over the first and the last tenth of the run.
 
     Example: steps with reward 0, …, 1 -> {"name": "reward", "first": 0.0, "last": 1.0}.
     """
@@ -86,13 +86,13 @@ def headlines(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def examples(run: ViewedRun) -> list[dict[str, Any]]:
-    """For each task the best completion of its first and of its last group."""
+    """Return, for each task, the best completion of its first and of its last group."""
     chosen: list[dict[str, Any]] = []
     for task in run.facets()["tasks"]:
         for when, descending in (("first", False), ("last", True)):
             page = Page(sort="step", descending=descending, limit=1)
             rows = find_groups(run.index, GroupFilter(task=task, purpose="train"), page)["rows"]
-            if not rows:  # a task of evaluations alone
+            if not rows:  # a task that occurs only in evaluations
                 continue
             row = rows[0]
             group = run.group(row["step"], row["group_id"])
@@ -103,7 +103,7 @@ def examples(run: ViewedRun) -> list[dict[str, Any]]:
 
 
 def settings(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The settings a reader asks for, of those that the configuration has."""
+    """Return the settings of interest that the configuration has."""
     found = []
     for key in SETTINGS:
         value: Any = config
@@ -115,7 +115,7 @@ def settings(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """A source by its name, which its metrics have too; anything else as it is."""
+    """Return a source's name, which its metrics use too; other values unchanged."""
     return str(value["name"] if isinstance(value, dict) else value)
 
 

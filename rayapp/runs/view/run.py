@@ -1,4 +1,4 @@
-"""Everything the page asks about one run, put together from its files. Called by the server; read only."""
+"""The page's view of one run, assembled from its files. Read only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from typing import Any
 import yaml
 
 from rayapp.core.errors import InputError, RayappError, StorageError
-from rayapp.runs.view.advantages import group_advantages
-from rayapp.runs.view.curves import Curves, Metrics, curve, keys_of
-from rayapp.runs.view.details import read_group, read_trajectory
-from rayapp.runs.view.diff import diff_lines
+from rayapp.runs.tracking.metrics import warning_of
+from rayapp.runs.view.curves import PANELS, Curves, Metrics, Panel, curve, keys_of, keys_of_panel
+from rayapp.runs.view.details import diff_lines, group_advantages, load_tokenizer, read_group, read_trajectory
 from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
-from rayapp.runs.view.index import GroupIndex
-from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
-from rayapp.runs.view.search import TextSearch
+from rayapp.runs.view.index import GroupIndex, TextSearch
 from rayapp.runs.view.source import RunSource
-from rayapp.runs.view.tokens import load_tokenizer
 
-# A run that has not logged for so many times the length of its last step is no longer said to be running.
+# A run that has logged nothing for this many times the length of its last step is shown as quiet, not running.
 QUIET_STEPS = 5
 QUIET_FLOOR_S = 120.0
 _Small = tuple[tuple[int, int], list[dict[str, Any]], dict[str, Any]]
@@ -34,7 +30,7 @@ class ViewedRun:
 
     Args:
         source: its files.
-        tokenizer_path: what a person chose with --tokenizer.
+        tokenizer_path: path given with --tokenizer.
     """
 
     def __init__(self, source: RunSource, tokenizer_path: Path | None = None) -> None:
@@ -47,10 +43,10 @@ class ViewedRun:
         self._tokenizer: Any | None = None
         self._seen: _Small = ((0, 0), [], {})
         self.problem = ""
-        """Why the last refresh failed; empty when it did not."""
+        """Reason why the last refresh failed; empty if it succeeded."""
 
     def refresh(self) -> bool:
-        """Look for new files; True when more is waiting. A storage that is away for a while is told on the page."""
+        """Look for new files; returns True if more are waiting. The page shows when the storage is unreachable."""
         try:
             more = self.index.refresh()
         except RayappError as error:
@@ -60,7 +56,7 @@ class ViewedRun:
         return more
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration; empty where there is none, or none that parses."""
+        """Return the resolved configuration; empty if there is none, or it doesn't parse."""
         try:
             loaded = yaml.safe_load(self.source.read_bytes("config.yaml") or b"")
         except yaml.YAMLError:
@@ -68,11 +64,11 @@ class ViewedRun:
         return loaded if isinstance(loaded, dict) else {}
 
     def records(self) -> list[dict[str, Any]]:
-        """Every logged step."""
+        """Return every logged step."""
         return self._metrics.records()
 
     def _small_files(self) -> tuple[_Small, str]:
-        """The small files, and why they are not those of now: a storage that is away takes no page with it."""
+        """Return the small files, and why they may be outdated: an unreachable storage must not break the page."""
         try:
             stamp = self.source.stamp("metrics.jsonl") or (0, 0)
             self._seen = (stamp, self._metrics.records(), self.config())
@@ -81,11 +77,13 @@ class ViewedRun:
         return self._seen, ""
 
     def summary(self) -> dict[str, Any]:
-        """What the page asks for again and again; `revision` changes whenever it would look different."""
+        """Return the data that the page polls; `revision` changes whenever the page would look different."""
         (stamp, records, config), away = self._small_files()
         num_steps = _section(config, "train").get("num_steps")
         progress = asdict(self.index.progress())
-        problems = list(dict.fromkeys(text for text in (away, self.problem, *progress.pop("problems")) if text))
+        problems = list(
+            dict.fromkeys(text for text in (away, self.problem, warning_of(records), *progress.pop("problems")) if text)
+        )
         return {
             "name": self.name,
             "location": self.source.root,
@@ -98,7 +96,7 @@ class ViewedRun:
         }
 
     def panels(self) -> list[dict[str, Any]]:
-        """Charts with their curves."""
+        """Return the charts with their curves."""
         shown = panels_of(self._metrics.records())
         return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
 
@@ -106,7 +104,7 @@ class ViewedRun:
         return facets(self.index)
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Raises InputError: a filter that can't be."""
+        """Return the page of groups for a query. Raises InputError: an invalid filter."""
         chosen, page = GroupFilter.parse(query), Page.parse(query)
         if chosen.text is None:
             return find_groups(self.index, chosen, page)
@@ -115,10 +113,10 @@ class ViewedRun:
         return find_groups(self.index, chosen, page, among=found.groups) | looked
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
-        """A group with its trajectories, their advantages, and the other groups of its prompt.
+        """Return a group with its trajectories, their advantages, and the other groups of its prompt.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no such group.
         """
         rows = read_group(self.source, step, group_id)
         advantages = self._advantages(rows)
@@ -142,7 +140,7 @@ class ViewedRun:
         }
 
     def trajectory(self, step: int, group_id: int, index: int) -> dict[str, Any]:
-        """Raises InputError: there is none."""
+        """Return one trajectory. Raises InputError: there is no such trajectory."""
         rows = read_group(self.source, step, group_id)
         advantages = self._advantages(rows)
         found = read_trajectory(self.source, step, group_id, index, self.tokenizer())
@@ -156,10 +154,10 @@ class ViewedRun:
         }
 
     def diff(self, left: Sequence[int], right: Sequence[int]) -> dict[str, Any]:
-        """Two completions against each other, each named by (step, group, index).
+        """Compare two completions, each named by (step, group, index).
 
         Raises:
-            InputError: one of them is not there.
+            InputError: one of them does not exist.
         """
         one, other = (self._completion(*key) for key in (left, right))
         return {
@@ -171,7 +169,7 @@ class ViewedRun:
         }
 
     def tokenizer(self) -> Any | None:
-        """None while there is none; a run that ends brings one, so it is looked for again."""
+        """Return the tokenizer, or None. A run brings one when it ends, so the search is repeated."""
         if self._tokenizer is None:
             model_path = str(_section(self.config(), "model").get("path", ""))
             self._tokenizer = load_tokenizer(self.source, model_path, self._tokenizer_path)
@@ -190,7 +188,7 @@ class ViewedRun:
 
 
 def panels_of(records: list[dict[str, Any]]) -> Iterator[tuple[Panel, Curves]]:
-    """Each panel with its curves; one without any data is left out."""
+    """Yield each panel with its curves; panels without data are left out."""
     known = keys_of(records)
     for panel in PANELS:
         absent = 0.0 if panel.absent_is_zero else None
@@ -199,7 +197,7 @@ def panels_of(records: list[dict[str, Any]]) -> Iterator[tuple[Panel, Curves]]:
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:
-    """waiting, running, finished or quiet; judged by the log alone, because looking must not touch the run's lock."""
+    """Return waiting, running, finished or quiet, judged by the log: a viewer must not touch the run's lock."""
     if not records:
         return "waiting"
     last = records[-1]

@@ -1,8 +1,9 @@
-"""Who may look, and what a browser may do with it: pure ASGI around the application. Nothing in here knows about runs.
+"""Access control and browser restrictions: pure ASGI around the application, independent of runs.
 
-The page shows text that a model wrote, so the browser is told to run nothing but our own files, and to send nothing
-anywhere. A page in another tab can't read ours: on loopback only our own host names are answered (a foreign name that
-resolves to 127.0.0.1 is refused), and anywhere else a token is asked for.
+The page shows text that a model wrote, so the browser may run only our own files, and may send nothing elsewhere. Pages
+in other tabs can't read ours: on loopback only our own host names are accepted (a foreign name that resolves to
+127.0.0.1 is refused), and elsewhere a token is required. Nor can they cause work here: requests of other pages are
+refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -27,12 +29,12 @@ HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
 COOKIE = "rayapp_view_"
-"""Begins the cookie's name: browsers share cookies among the ports of a host, so each viewer has a name of its own."""
+"""Prefix of the cookie's name: browsers share cookies among the ports of a host, so each viewer has its own name."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
+    """Return True if only this machine can reach a server bound to `host`."""
     if host == "localhost":
         return True
     try:
@@ -42,11 +44,11 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Read only, with a token where one is set, and with strict headers on every answer.
+    """Allows only reading, requires the token if one is set, and sets strict headers on every answer.
 
     Args:
-        app: what is guarded.
-        token: who brings it may look; empty lets everybody who reaches a loopback address.
+        app: the guarded application.
+        token: required from clients; empty admits every client that reaches a loopback address.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -72,6 +74,8 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this page is read only", status_code=405)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if _is_sent_by_another_page(scope["path"], headers):
+            return PlainTextResponse("another site's page may not ask this one", status_code=403)
         if not self._token:
             if _host_name(headers.get("host", "")) in LOCAL_NAMES:
                 return None
@@ -84,8 +88,8 @@ class Guard:
         return PlainTextResponse("open the address that `rayapp view` printed: it has the token", status_code=401)
 
     def _welcome(self, scope: Scope) -> Response:
-        """The token goes from the address, where it would be copied with a link, into a cookie."""
-        # One slash: an address that begins with two is another host's.
+        """Move the token from the address, where it would be copied with a link, into a cookie."""
+        # Exactly one slash: an address that begins with two names another host.
         response = RedirectResponse("/" + scope["path"].lstrip("/"), status_code=303)
         response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
         return response
@@ -94,8 +98,16 @@ class Guard:
         return hmac.compare_digest(offered.encode(), self._token.encode())
 
 
+def _is_sent_by_another_page(path: str, headers: Mapping[str, str]) -> bool:
+    """Return True if a page of another site or port sent this; links to the page itself are allowed from anywhere."""
+    if headers.get("sec-fetch-site", "none") in ("cross-site", "same-site"):
+        return path != "/" or headers.get("sec-fetch-mode") != "navigate"
+    origin = headers.get("origin", "")
+    return bool(origin) and origin.partition("://")[2] != headers.get("host", "")
+
+
 def _host_name(host: str) -> str:
-    """Example: `[::1]:8080` -> `::1`."""
+    """Return the host without port, e.g. `[::1]:8080` -> `::1`."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -3,7 +3,7 @@
     browser --poll /api/runs every 2 s--> Starlette --threads--> ViewedRun --> files of the run
                                               '-- one background thread keeps every index up with its files
 
-It writes nothing anywhere, so a run never notices whether somebody looks.
+It writes nothing, so viewers have no effect on a run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REFRESH_EVERY_S = 2.0
 
 
 def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: float = REFRESH_EVERY_S) -> ASGIApp:
-    """The whole application.
+    """Build the whole application.
 
     Args:
-        runs: what is shown; addresses name a run by its position.
-        token: asked for unless empty.
+        runs: the runs to show; addresses name a run by its position.
+        token: required unless empty.
     """
     routes = [
         Route("/", _page),
@@ -64,7 +64,7 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: flo
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """JSON for a browser: numbers that are none become null, and nothing is kept in a cache."""
+    """Make a JSON response: NaN and infinity become null, and caching is off."""
     body = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
 
@@ -80,7 +80,7 @@ def _finite(value: Any) -> Any:
 
 
 def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Response]:
-    """An endpoint about the run that the address names. It is no coroutine, so Starlette runs it in a thread."""
+    """Make an endpoint for the run in the address. Not a coroutine, so Starlette runs it in a thread."""
 
     def endpoint(request: Request) -> Response:
         runs: list[ViewedRun] = request.app.state.runs
@@ -125,7 +125,7 @@ async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterato
 
 
 async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float) -> None:
-    """One batch of each run in turn, so that a huge run doesn't keep a small one waiting."""
+    """Refresh one batch of each run in turn, so that a huge run doesn't delay a small one."""
     while True:
         waiting = [await asyncio.to_thread(run.refresh) for run in runs]
         await asyncio.sleep(0 if any(waiting) else every_s)

@@ -1,7 +1,7 @@
-"""Where a run's files come from: a folder, or `s3://…` read by ranges. Nothing here writes.
+"""Access to a run's files: a folder, or `s3://…` read by ranges. Read only.
 
-Called by the rest of `rayapp.runs.view`. A run folder belongs to its writer: files appear whole (written aside and
-renamed) and disappear only when a resumed run takes steps again, so name, size and time tell whether a file is known.
+A run folder belongs to its writer: files appear complete (written aside and renamed) and disappear only when a resumed
+run repeats steps, so name, size and time identify a file's content.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import pyarrow.fs as pafs
 
 from rayapp.core.errors import InputError, StorageUnreachableError
-from rayapp.core.location import Location
-from rayapp.runs.format import FORMAT_FILE, check_format_text
+from rayapp.core.files import Location
+from rayapp.runs.compatibility import FORMAT_FILE, check_format_text
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
@@ -38,43 +38,43 @@ SCALARS = (
     "time_generate_s",
     "time_score_s",
 )
-"""Columns that the table of groups and the page of a group both read."""
+"""Columns that the table of groups and the page of a group both use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """The trajectories of one step, as they are on storage now."""
+    """The trajectories of one step, as currently stored."""
 
     step: int
     path: str
-    """In the file system of the source."""
+    """Path in the source's file system."""
     stamp: tuple[int, int]
-    """Bytes and time of change in ns: another stamp is another content."""
+    """Size in bytes and time of change in ns: a different stamp means different content."""
     purpose: Purpose = "train"
     """eval: an evaluation after that step."""
 
 
 def shown_id(group_id: int, purpose: Purpose) -> int:
-    """How a group is named here: prompts of evaluations count from -1 down, as their numbers begin at 0 in each step.
+    """Return a group's id on the page: evaluations count from -1 down, because their ids begin at 0 in each step.
 
-    It is its own inverse: `shown_id(shown_id(3, "eval"), "eval")` is 3.
+    The function is its own inverse: `shown_id(shown_id(3, "eval"), "eval")` is 3.
     """
     return -1 - group_id if purpose == "eval" else group_id
 
 
 def recorded_group(shown: int) -> tuple[Purpose, int]:
-    """What a group's name here means: its purpose, and its id in the file."""
+    """Return the purpose and the id in the file of a group shown on the page."""
     purpose: Purpose = "eval" if shown < 0 else "train"
     return purpose, shown_id(shown, purpose)
 
 
 class RunSource:
-    """A run's files, read only.
+    """The files of a run, read only.
 
     Args:
         files: pyarrow's file system.
         root: the run folder in it.
-        name: what people call the run.
+        name: name of the run for people.
     """
 
     def __init__(self, files: Any, root: str, name: str) -> None:
@@ -83,7 +83,7 @@ class RunSource:
         self.name = name
 
     def step_files(self) -> list[StepFile]:
-        """Trajectory files, those of evaluations too, newest step first. Empty where the run records none."""
+        """Return trajectory files, including evaluations, newest step first. Empty if the run records none."""
         files = [
             StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
             for purpose, folder in FOLDERS.items()
@@ -93,7 +93,7 @@ class RunSource:
         return sorted(files, key=lambda file: -file.step)
 
     def read_bytes(self, name: str, *, offset: int = 0) -> bytes | None:
-        """What is in a small file of the run from `offset` on; None when there is no such file."""
+        """Return a small file of the run from `offset` on; None if there is no such file."""
         try:
             with self.files.open_input_file(f"{self.root}/{name}") as file:
                 size = file.size()
@@ -104,7 +104,7 @@ class RunSource:
             raise StorageUnreachableError(f"{self.root}/{name} can't be read: {error}") from None
 
     def stamp(self, name: str) -> tuple[int, int] | None:
-        """Bytes and time of change in ns; None when there is no such file."""
+        """Return size in bytes and time of change in ns; None if there is no such file."""
         info = self._info(f"{self.root}/{name}")
         return (info.size, info.mtime_ns or 0) if info.type == pafs.FileType.File else None
 
@@ -122,14 +122,14 @@ class RunSource:
 
 
 MOST_RUNS = 30
-"""Runs of a folder that are shown together; the ones written to last."""
+"""Most runs of a folder shown together, those written last."""
 
 
 def run_uris(uri: str) -> list[str]:
-    """The run at `uri`, or, of a folder that holds runs, those in it, the one written to last first.
+    """Return the run at `uri`, or the runs in a folder of runs, last written first.
 
     Returns:
-        `[uri]` where neither is there: `open_source` says what is wrong.
+        `[uri]` if it is neither: `open_source` reports the error.
     """
     location = Location.parse(uri)
     folder = Path(location.key).expanduser()
@@ -144,12 +144,12 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_source(uri: str) -> RunSource:
-    """The run at a path or `s3://bucket/prefix`; credentials from the environment, as everywhere.
+    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment, as everywhere.
 
     Raises:
-        InputError: nothing there looks like a run.
+        InputError: there is no run.
         RunFolderError: a newer version wrote it.
-        StorageConfigError: the location or the settings can't be used.
+        StorageConfigError: the location or the settings are invalid.
     """
     location = Location.parse(uri)
     if location.is_remote:
@@ -169,7 +169,7 @@ def open_source(uri: str) -> RunSource:
 
 
 def _s3() -> Any:
-    """pyarrow's S3 with the settings that the storage layer uses."""
+    """Return pyarrow's S3 with the storage layer's settings."""
     settings = settings_from_environment()
     options: dict[str, Any] = {
         "access_key": settings.access_key_id,

@@ -2,35 +2,63 @@
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote outlives the sandboxes it serves: every execution is a fresh fork of it, so nothing of one lease reaches the
-next. Sandboxes live in this process; when it dies its zygotes see their channel close and end with all they started.
+A zygote outlives the sandboxes that it serves: every execution is a fresh fork of it, so nothing of one lease reaches
+the next. Sandboxes live in this process; when it dies, its zygotes see their channel close and end everything that they
+started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxDeadlineError, SandboxQuotaError
+from rayapp.core.machine import num_cores
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.local.packages import locate
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
+
+def locate(packages: Sequence[str]) -> tuple[str, ...]:
+    """Return folders and files of these packages, with the library folder that a wheel puts beside one (numpy.libs).
+
+    Files of their dependencies are found when the packages are imported (`inside/boot.py`).
+
+    Raises:
+        SandboxConfigError: a package is not installed here.
+    """
+    found: list[str] = []
+    for package in packages:
+        # Not importlib.util.find_spec: it uses modules already imported, and imports parent packages.
+        spec = PathFinder.find_spec(package) if package.isidentifier() else None
+        if spec is None:
+            raise SandboxConfigError(
+                f"package {package!r} of the sandbox spec is not installed in this environment: install it, or leave "
+                "it out"
+            )
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        found += map(str, folders)
+        found += [str(libs) for folder in folders if (libs := folder.parent / f"{package}.libs").is_dir()]
+        if not folders and spec.origin is not None:
+            found.append(spec.origin)
+    return tuple(found)
+
+
 MAX_JOBS_PER_SLOT = 20_000
-"""A zygote is replaced after this many executions, so that no slow leak of ours or of CPython's grows forever."""
+"""Executions after which a zygote is replaced, so that no slow leak of ours or of CPython grows without bound."""
 LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
 LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
-"""The same with a loopback; there is none without a network namespace."""
+"""Levels with a loopback, which needs a network namespace, strongest first."""
 _Kind = tuple[bool, tuple[str, ...]]
-"""Of a slot: whether it has a loopback, and its packages."""
+"""Kind of a slot: whether it has a loopback, and its packages."""
 
 
 class LocalProvider:
-    """See `rayapp.core.protocols.SandboxProvider`. For one event loop."""
+    """Makes local sandboxes, for one event loop; see `rayapp.core.protocols.SandboxProvider`."""
 
     name = "local"
 
@@ -44,14 +72,14 @@ class LocalProvider:
     ) -> None:
         """
         Args:
-            allow_unisolated: run code with resource limits only where the node has no isolation; every result says so.
+            allow_unisolated: if the node has no isolation, run code with resource limits only; every result says so.
             packages: preloaded in every sandbox, with those of its spec.
-            max_slots: sandboxes that live at once. None is one per core: more would make timeouts depend on each other.
+            max_slots: sandboxes that live at once. None is one per core: with more, timeouts depend on each other.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
         """
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
-        self._max_slots = max_slots or len(os.sched_getaffinity(0))
+        self._max_slots = max_slots or num_cores()
         self._refused: dict[str, str] = {}
         self._idle: dict[_Kind, list[Slot]] = {}
         self._living: dict[str, tuple[LocalSandbox, _Kind, dict[str, str]]] = {}
@@ -60,7 +88,7 @@ class LocalProvider:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Levels that this node did not offer, each with the step that failed."""
+        """Levels that this node did not offer, each with its failed step."""
         return self._refused
 
     async def create(
@@ -81,7 +109,7 @@ class LocalProvider:
         if spec.own_root and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"this node's sandboxes ({slot.level}) have no root folder of their own, and scripts of Harbor's need "
+                f"this node's sandboxes ({slot.level}) have no root folder of their own, and Harbor's scripts need "
                 "/tests and /logs there: allow user namespaces, or use a remote provider"
             )
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended)
@@ -152,7 +180,7 @@ class LocalProvider:
         )
 
     def _ended(self, sandbox: LocalSandbox) -> None:
-        """A sandbox has ended: its slot serves the next one, unless it is dead or worn."""
+        """Reuse the slot of a sandbox that has ended, unless the slot is dead or worn."""
         _, kind, _ = self._living.pop(sandbox.id)
         slot = sandbox.slot
         if slot.is_alive and slot.num_jobs < MAX_JOBS_PER_SLOT and not self._is_closed:

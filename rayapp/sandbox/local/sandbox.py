@@ -1,4 +1,4 @@
-"""One sandbox of the local provider: a lease on a slot, through which code runs in fresh confined processes."""
+"""One sandbox of the local provider: leases a slot and runs code in fresh confined processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayapp.sandbox.local.slot import Slot
 from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.results import (
-    Answer,
+    RawResult,
     call_report,
     code_problem,
     failed_calls,
@@ -33,14 +33,14 @@ _CALLS_OUTPUT_BYTES = 65536
 
 
 class LocalSandbox:
-    """See `rayapp.core.protocols.Sandbox`. Made by `LocalProvider.create`; calls run one after the other."""
+    """One local sandbox; calls run one at a time. See `rayapp.core.protocols.Sandbox`."""
 
     provider = "local"
 
     def __init__(self, sandbox_id: str, slot: Slot, spec: SandboxSpec, on_end: Callable[[LocalSandbox], None]) -> None:
         self.id = sandbox_id
         self.slot = slot
-        """For the provider, too, which takes it back."""
+        """Public for the provider, which reuses it afterwards."""
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -49,15 +49,16 @@ class LocalSandbox:
 
     @property
     def isolation(self) -> str:
-        """Level that keeps the code in."""
+        """Isolation level of the code."""
         return self.slot.level
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
-        """See `rayapp.sandbox.loopback`. Raises SandboxConfigError: its spec did not ask for one."""
-        if self.slot.listener is None:
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`); SandboxConfigError if its spec has none."""
+        # Use a copy: the sandbox may end, and close its own listener, while `accept` waits.
+        if (own := await self.slot.own_listener()) is None:
             raise SandboxConfigError(f"sandbox {self.id} has no loopback: its spec did not ask for one")
-        with self.slot.listener.dup() as listener:  # the sandbox may end, and close its own, while this waits
+        with own as listener:
 
             async def accept() -> socket.socket:
                 return (await asyncio.get_running_loop().sock_accept(listener))[0]
@@ -67,7 +68,7 @@ class LocalSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """See the protocol. A stateful run that is stopped takes the names of its session with it."""
+        """Run code; see the protocol. If a stateful run is stopped, its session's names are lost."""
         if (problem := code_problem(code)) is not None:
             return failure(problem, self.isolation)
         answer = await self._run(
@@ -79,7 +80,7 @@ class LocalSandbox:
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
-        """See the protocol. Files of the sandbox are not visible: nothing but its inputs reaches the function."""
+        """Call a function; see the protocol. The sandbox's files are not visible: the function sees only its inputs."""
         packed = encode_inputs(inputs)
         if (problem := code_problem(code)) is not None:
             return failed_calls(failure(problem, self.isolation), len(inputs))
@@ -89,17 +90,17 @@ class LocalSandbox:
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """See the protocol. Programs are those of /usr on this machine; at level ll they can't start others."""
+        """Run a command; see the protocol. Programs are those in /usr; at level ll they can't start others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command is one text or more, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """See the protocol. A path is relative to the sandbox's own folder, or lies in it.
+        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it.
 
         Raises:
-            OSError: it can't be written: outside that folder, or no space left.
+            OSError: the path is outside that folder, or no space is left.
         """
         self._check_size(len(data))
         answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)
@@ -134,7 +135,7 @@ class LocalSandbox:
         try:
             self.slot.cancel()
             async with asyncio.timeout(timeout_s), self._turn:
-                pass  # what was running has ended, so the slot is clean
+                pass  # the running call has ended, so the slot is clean
         except TimeoutError:
             self.slot.close()
         finally:
@@ -142,7 +143,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """End the sandbox when its time to live is over. Without an await, so that whatever runs dies with its slot."""
+        """End the sandbox when its time to live is over. No await: the slot ends at once, with any running call."""
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()
@@ -163,7 +164,7 @@ class LocalSandbox:
         stdin: str = "",
         home: bool = False,
         session: bool = False,
-    ) -> Answer:
+    ) -> RawResult:
         job: Any = kind, dict(self._spec.env), given
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,

@@ -1,7 +1,7 @@
-"""One zygote seen from outside: starts it, hands it jobs, reads answers, replaces nothing. Called by `provider.py`.
+"""One zygote seen from outside: starts it, sends it jobs and reads its answers. It never replaces a zygote.
 
-Asyncio, one job at a time. Whatever goes wrong with the zygote itself is a SandboxError; what the code did is in the
-answer. A slot that raised is finished: close it and start another.
+Asyncio, one job at a time. Failures of the zygote are SandboxErrors; errors of the code are in the answer. A slot that
+raised is unusable: close it and start another.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.core.types import StopCause
 from rayapp.sandbox.local import wire
 from rayapp.sandbox.local.levels.limits import Limits, longest_s
+from rayapp.sandbox.local.staging import CODE_PATH, Python, readable_python
 from rayapp.sandbox.verdict.harness import HASH_SEED
-from rayapp.sandbox.verdict.results import Answer
+from rayapp.sandbox.verdict.results import RawResult
 
 GRACE_S = 5.0
-"""Seconds past a job's deadline, which the zygote keeps, after which the zygote itself is killed as not answering."""
+"""Seconds past a job's deadline, which the zygote keeps, after which an unresponsive zygote is killed."""
 BOOT_TIMEOUT_S = 60.0
-_CODE_PATH = str(Path(__file__).resolve().parents[3])
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
-"""LD_BIND_NOW: look up libc's functions at the start, not in each child; it is not passed on to code.
-HASH_SEED: the same for every zygote, see there."""
+"""LD_BIND_NOW: resolve libc's functions at the start, not in each child; it is not passed on to code.
+HASH_SEED: the same for every zygote; see `harness.HASH_SEED`."""
 _PROGRAM = (
     "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
 )
@@ -39,7 +38,7 @@ Packet = tuple[dict[str, object], list[int]]
 
 
 class BootError(Exception):
-    """The zygote could not enter its level; the text names the step."""
+    """The zygote could not enter its level; the text names the failed step."""
 
 
 class Slot:
@@ -54,11 +53,13 @@ class Slot:
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._pending: asyncio.Future[Packet] | None = None
+        self._is_reset = asyncio.Event()
+        self._is_reset.set()
         self._loop.add_reader(channel, self._on_readable)
         self.level = ""
         self.uid = -1
         self.listener: socket.socket | None = None
-        """Accepts what programs in the sandbox connect to on their loopback, where the level has one."""
+        """Accepts the loopback connections of programs in the sandbox, if the level has a loopback."""
 
     @classmethod
     async def start(cls, level: str, *, packages: tuple[str, ...] = (), paths: tuple[str, ...] = ()) -> Slot:
@@ -66,11 +67,13 @@ class Slot:
 
         Raises:
             BootError: it can't enter this level on this node, or can't import a package.
+            SandboxConfigError: it needs a copy of this Python, and no folder can hold one.
         """
-        slot = cls(*await asyncio.to_thread(_spawn))
+        python = await asyncio.to_thread(readable_python, packages, paths)
+        slot = cls(*await asyncio.to_thread(_spawn, python))
         try:
-            settings: dict[str, object] = {"level": level, "code_path": _CODE_PATH}
-            wire.send(slot._channel, {**settings, "packages": packages, "paths": paths})
+            settings: dict[str, object] = {"level": level, "code_path": CODE_PATH}
+            wire.send(slot._channel, {**settings, "packages": packages, "paths": python.paths})
             header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
             raise BootError(f"the zygote ended while it started: {slot.close_and_explain()}") from error
@@ -95,14 +98,36 @@ class Slot:
         return self._process.pid
 
     def cancel(self) -> None:
-        """Kill what is running, if anything; its answer then says `killed`."""
+        """Kill the running job, if any; its answer then says `killed`."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"cancel": self.num_jobs})
 
     def reset(self) -> None:
-        """Forget the files and the session of the sandbox that ended on this slot."""
+        """Delete the files and the session of the sandbox that ended on this slot."""
+        self._is_reset.clear()
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"reset": True})
+
+    async def own_listener(self) -> socket.socket | None:
+        """Return a copy of the listener, without connections made by an earlier sandbox on this slot.
+
+        Raises:
+            SandboxDeadlineError: the zygote does not end that sandbox's leftovers.
+        """
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await self._is_reset.wait()
+        except TimeoutError:
+            self.close()
+            raise SandboxDeadlineError("the sandbox's interpreter does not end processes of an earlier one") from None
+        return self.listener.dup() if self.listener is not None else None
+
+    def _refuse_waiting(self) -> None:
+        """Close connections that were never accepted. The programs that made them are dead."""
+        if self.listener is not None:
+            with contextlib.suppress(OSError):
+                while True:
+                    self.listener.accept()[0].close()
 
     async def run(
         self,
@@ -115,17 +140,17 @@ class Slot:
         stdin: bytes = b"",
         home: bool = False,
         session: bool = False,
-    ) -> Answer:
+    ) -> RawResult:
         """Execute one job.
 
         Args:
-            home: in the sandbox's own folder, which lasts until `reset`; else in a fresh one.
-            session: in the sandbox's long-lived process, where names stay.
+            home: run in the sandbox's own folder, which lasts until `reset`; else in a fresh one.
+            session: run in the sandbox's long-lived process, which keeps names.
 
         Raises:
             SandboxGoneError: the zygote died.
-            SandboxDeadlineError: it does not answer.
-            SandboxProtocolError: it answered nonsense.
+            SandboxDeadlineError: the zygote does not answer.
+            SandboxProtocolError: the zygote's answer is malformed.
         """
         await self._finish_cancelled()
         self.num_jobs += 1
@@ -147,7 +172,7 @@ class Slot:
                 await asyncio.shield(self._pending)
         except TimeoutError:
             self.close()
-            raise SandboxDeadlineError("the sandbox's interpreter does not end what was cancelled") from None
+            raise SandboxDeadlineError("the sandbox's interpreter does not end a cancelled execution") from None
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
 
@@ -173,7 +198,7 @@ class Slot:
             too_late.cancel()
 
     def _abandon(self, pending: asyncio.Future[Packet]) -> None:
-        """Kill the execution of a cancelled caller, unless its answer is there already."""
+        """Kill the execution of a cancelled caller, unless its answer has already arrived."""
         if self._pending is pending:
             self.cancel()
             self._pending = self._loop.create_future()
@@ -190,10 +215,14 @@ class Slot:
             self._loop.remove_reader(self._channel)
             self._settle(error)
         else:
-            self._settle(packet)
+            if "reset" in packet[0]:
+                self._refuse_waiting()
+                self._is_reset.set()
+            else:
+                self._settle(packet)
 
     def _settle(self, outcome: Packet | BaseException) -> None:
-        """Hand whoever waits an answer, or the reason why there will be none."""
+        """Pass the waiting caller an answer, or the error that explains why there is none."""
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             if isinstance(outcome, tuple):
@@ -208,7 +237,7 @@ class Slot:
         self.close()
 
     def close_and_explain(self) -> str:
-        """Close, and tell what the zygote said last."""
+        """Close the slot and return the zygote's exit status and last words."""
         self.close()
         said = wire.read_memory_file(self._errors)[-2000:].decode(errors="replace").strip() if self._errors >= 0 else ""
         return f"exit status {self._process.returncode}{', ' + said if said else ''}"
@@ -233,22 +262,22 @@ class Slot:
             self._errors = -1
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Start the process; the socket is all it inherits."""
+def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Start the process; it inherits only the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
     with theirs:
         ours.setblocking(False)
-        program = _PROGRAM.format(path=_CODE_PATH, descriptor=theirs.fileno())
-        # -s, -P and -S: as -I, which would ignore the hash seed; the environment holds nothing else of Python's.
-        # -X utf8: with so little in the environment the locale would be C. -B where this process has it; without it a
-        # zygote keeps the bytecode of our modules, which nobody else imports. Once `boot` runs it writes nowhere.
+        program = _PROGRAM.format(path=CODE_PATH, descriptor=theirs.fileno())
+        # -s, -P and -S: like -I, which would ignore the hash seed; the environment holds nothing else of Python's.
+        # -X utf8: with so small an environment the locale would be C. -B only if this process has it; without -B a
+        # zygote caches bytecode of modules that only zygotes import. Once `boot` runs it writes nowhere.
         keeps_nothing = ["-B"] if sys.dont_write_bytecode else []
-        argv = [sys.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
+        argv = [python.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
         try:
             process = subprocess.Popen(
                 argv,
-                env=_ENVIRONMENT,
+                env={**_ENVIRONMENT, **python.environment},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -264,7 +293,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
 
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
-    """Close the answer of a cancelled call, which nobody wants."""
+    """Close the answer of a cancelled call, which has no reader."""
     if abandoned.exception() is None:
         _close_all(abandoned.result()[1])
 
@@ -274,7 +303,7 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) -> Answer:
+def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) -> RawResult:
     try:
         if not bodies or reply.get("id") != number:
             raise SandboxProtocolError(f"answer to job {reply.get('id')} came for job {number}")
@@ -285,7 +314,7 @@ def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) ->
         out, err, frames = (os.pread(bodies[0], size, start) if size else b"" for size, start in parts)
     finally:
         _close_all(bodies)
-    return Answer(
+    return RawResult(
         exit_code=int(str(reply["exit_code"])),
         stopped=None if stopped is None else StopCause(str(stopped)),
         stdout=out,

@@ -1,8 +1,7 @@
 """Messages between a provider and its zygotes: one packet with a JSON header, and memfds with the bytes.
 
-Both ends are ours. Code, inputs and outputs travel in the memfd, so that they never pass through the zygote's own
-memory, which the next execution is forked from. Used by `slot.py` outside and by `zygote.py`; never by the process
-that runs code.
+Both ends are ours. Code, inputs and outputs travel in memfds, so that they never enter the memory of the zygote, from
+which the next execution is forked. Used by `slot.py` outside and by `zygote.py`; never by the process that runs code.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> Non
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """The next header and the descriptors that came with it, which the caller closes.
+    """Receive the next header and its descriptors, which the caller closes.
 
     Raises:
         EOFError: the other end has closed.
-        BlockingIOError: nothing there yet, on a non-blocking socket.
+        BlockingIOError: no message yet, on a non-blocking socket.
     """
     packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, MAX_BODIES)
     if not packet:
@@ -47,7 +46,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """A memfd with these bytes, sealed: a writable one would be memory that no limit of the candidate covers."""
+    """Make a sealed memfd with these bytes: a writable one would be memory that no limit of the candidate covers."""
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)
@@ -59,7 +58,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_memory_file(descriptor: int) -> bytes:
-    """All bytes of a memfd, wherever its offset is."""
+    """Return all bytes of a memfd, wherever its offset is."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:
@@ -71,7 +70,7 @@ def read_memory_file(descriptor: int) -> bytes:
 
 
 def split_frames(raw: bytes) -> Iterator[bytes]:
-    """The payloads of what `child.send` wrote; a cut or senseless tail is left out."""
+    """Yield the payloads of frames that `child.send` wrote; a cut or malformed tail is left out."""
     at = 0
     while at + 4 <= len(raw):
         (size,) = struct.unpack_from("<I", raw, at)

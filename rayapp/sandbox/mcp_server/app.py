@@ -1,8 +1,7 @@
-"""The MCP server over the sandbox pool: its web application, its key, and its life. Called by `cli/mcp.py` and by
-tests.
+"""The MCP server over the sandbox pool: its web application, its key check, and its start and end.
 
 POST/GET/DELETE /mcp   streamable HTTP, with the key in E2B-API-KEY (or Authorization: Bearer)
-GET /health            the pool's counts, without a key; nothing else goes without one
+GET /health            the pool's counts; the only route without a key
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.sandbox.mcp_server.sessions import Sessions
 from rayapp.sandbox.mcp_server.tools import SandboxTools, ServerLimits
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
 
 PATH, HEALTH_PATH = "/mcp", "/health"
@@ -40,22 +39,22 @@ async def serving(
     limits: ServerLimits | None = None,
     lease_timeout_s: float = 120.0,
 ) -> AsyncIterator[str]:
-    """A server that answers until the block is left; then every sandbox is ended. The value is its endpoint.
+    """Serve until the block is left, then end every sandbox. Yields the endpoint.
 
     Args:
-        api_key: empty lets everybody in.
+        api_key: empty accepts every client.
         port: 0 takes a free one.
         lease_timeout_s: longest wait for a sandbox.
     Raises:
-        ConfigError: the address can't be had.
-        SandboxConfigError: a provider's package or key is not there.
+        ConfigError: the address is not available.
+        SandboxConfigError: a provider's package or key is missing.
     """
     limits = limits or ServerLimits(max_sandbox_ttl_s=config.lease_ttl_s, passes_templates=config.local is None)
     with _listening(host, port) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
         async with open_pool(config, f"mcp-server-{address}") as (client, pool):
             sessions = Sessions(client, lease_timeout_s=lease_timeout_s)
-            app = _Guard(_application(sessions, limits, pool, host), api_key, sessions)
+            app = _McpGuard(_application(sessions, limits, pool, host), api_key, sessions)
             server = _Server(uvicorn.Config(app, ws="none", log_level="warning", timeout_graceful_shutdown=2))
             running = asyncio.create_task(server.serve(sockets=[listener]), name="MCP server")
             try:
@@ -82,7 +81,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}. Choose another --port") from error
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}. Choose another --port") from error
 
 
 def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, host: str) -> ASGIApp:
@@ -95,15 +94,15 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, host
         return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
 
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
-    # JSON and not an event stream: one answer a call, and clients cap the size of events.
+    # JSON, not an event stream: each call has one answer, and clients cap the size of events.
     return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
 
 
-class _Guard:
-    """Asks for the key, and gives a session's sandbox back when its client ends it.
+class _McpGuard:
+    """Checks the key, and gives a session's sandbox back when its client ends the session.
 
-    It names what goes without a key, not what needs one: the router behind it takes more spellings of a path than one
-    thinks of (its pattern ends in `$`, which also matches before a newline: `/mcp%0A` is `/mcp`).
+    It lists the routes without a key, not those with one: the router behind it matches more spellings of a path than
+    one expects (its pattern ends in `$`, which also matches before a newline: `/mcp%0A` is `/mcp`).
     """
 
     def __init__(self, app: ASGIApp, api_key: str, sessions: Sessions) -> None:
@@ -115,7 +114,7 @@ class _Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)  # AssertionError for a websocket: we speak none, and uvicorn is told so
+        request = Request(scope)  # AssertionError for a websocket, which uvicorn is configured to refuse
         is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
         if not is_open and not self._may_enter(request):
             refusal = JSONResponse({"code": 401, "message": "missing or wrong E2B-API-KEY"}, status_code=401)

@@ -1,7 +1,7 @@
-"""Which MCP session uses which sandbox. Called by `tools.py`.
+"""Assigns a sandbox to each MCP session.
 
-A session's sandbox is lent at its first call and given back when the client ends the session, when its time to live is
-over, or when the server stops.
+A session's sandbox is leased at its first call and given back when the client ends the session, when its time to live
+is over, or when the server stops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rayapp.core.types import SandboxSpec
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000
-"""Sessions known at once, ended ones included: clients that vanish never say that theirs is over."""
+"""Sessions known at once, including ended ones: clients that vanish never end their session."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class _Bound:
 
 
 class Sessions:
-    """See the module.
+    """The sessions of one server and their sandboxes.
 
     Args:
-        sandboxes: where they are lent from.
-        lease_timeout_s: longest wait for one.
+        sandboxes: source of the leases.
+        lease_timeout_s: longest wait for a sandbox.
     """
 
     def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
@@ -50,15 +50,15 @@ class Sessions:
         return sum(bound.sandbox is not None for bound in self._bound.values())
 
     def once(self, spec: SandboxSpec) -> SandboxLease:
-        """A sandbox for one execution."""
+        """Lease a sandbox for one execution."""
         return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
 
     async def sandbox(self, session_id: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
-        """The session's sandbox.
+        """Return the session's sandbox.
 
         Raises:
-            SandboxGoneError: it has ended; the session gets no other, whose names would not be there.
-            SandboxError: none can be had.
+            SandboxGoneError: it has ended; the session gets no new one, which would lack the session's names.
+            SandboxError: no sandbox is available.
         """
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
@@ -80,13 +80,13 @@ class Sessions:
         return bound.num_executions
 
     async def end(self, session_id: str) -> None:
-        """The client has ended the session. Idempotent."""
+        """Give the session's sandbox back: the client has ended the session. Idempotent."""
         bound = self._bound.pop(session_id, None)
         if bound is not None:
             await self._give_back(bound)
 
     async def lose(self, session_id: str) -> None:
-        """The session's sandbox is dead, or its time is over: calls that follow are told so."""
+        """Give up the session's sandbox, which is dead or expired: later calls fail with SandboxGoneError."""
         bound = self._bound.get(session_id)
         if bound is not None:
             await self._give_back(bound)
@@ -110,5 +110,5 @@ class Sessions:
         if lease is not None:
             try:
                 await asyncio.shield(lease.__aexit__(None, None, None))
-            except Exception as error:  # boundary: a sandbox that can't be given back is the pool's to end
+            except Exception as error:  # boundary: if giving it back fails, the pool ends the sandbox
                 log.warning("a session's sandbox was not given back: %s", error)

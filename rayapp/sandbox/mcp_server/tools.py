@@ -1,13 +1,18 @@
-"""run_code, run_code_once and run_command, as OpenKruise's MCP server offers them. Registered by `app.py`.
+"""The tools run_code, run_code_once and run_command, with the interface of OpenKruise's MCP server.
 
-Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). What the code does is
-data in the answer; a sandbox that fails is an error of the protocol, with that server's codes.
+Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of the
+code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
+
+run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
+run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,9 +24,81 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
-from rayapp.core.types import ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.mcp_server.results import code_answer, command_answer, with_last_value
+from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.mcp_server.sessions import Sessions
+
+_TRACEBACK = "Traceback (most recent call last):"
+_MAX_SHOWN_CODE_CHARS = 64_000
+
+
+def with_last_value(code: str) -> tuple[str, str]:
+    """Make code print its last expression's value, as a notebook does. Returns the code, and the mark before the value.
+
+    Code that can't be parsed, or that does not end in an expression, is returned unchanged with an empty mark.
+    """
+    if len(code) > _MAX_SHOWN_CODE_CHARS:
+        return code, ""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code, ""
+    if not body or not isinstance(last := body[-1], ast.Expr):
+        return code, ""
+    mark = f"value-{uuid.uuid4().hex}:"
+    source = code.encode()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    begin = starts[last.lineno - 1] + last.col_offset
+    end = starts[(last.end_lineno or last.lineno) - 1] + (last.end_col_offset or 0)
+    show = f"(lambda value: None if value is None else print({mark!r} + repr(value), end=''))".encode()
+    # Keep the expression on its lines, so that tracebacks name the right ones.
+    shown = source[:begin] + show + b"(" + source[begin:end] + b")" + source[end:]
+    return shown.decode(), mark
+
+
+def code_answer(result: ExecResult, sandbox_id: str, mark: str = "") -> dict[str, Any]:
+    """Build the structured answer of run_code and run_code_once."""
+    stdout, value = _split_value(result.stdout, mark)
+    stderr, traceback = result.stderr, ""
+    if result.error and (at := stderr.rfind(_TRACEBACK)) >= 0:
+        stderr, traceback = stderr[:at], stderr[at:]
+    answer: dict[str, Any] = {
+        "logs": {"stdout": [stdout] if stdout else [], "stderr": [stderr] if stderr else []},
+        "results": [] if value is None else [{"text": value, "is_main_result": True}],
+        "sandbox_id": sandbox_id,
+    }
+    if result.outcome is not ExecOutcome.OK:
+        name, _, text = _error(result).partition(": ")
+        answer["error"] = {"name": name, "value": text, "traceback": traceback.rstrip("\n")}
+    return answer
+
+
+def command_answer(result: ExecResult, sandbox_id: str) -> dict[str, Any]:
+    """Build the structured answer of run_command."""
+    answer: dict[str, Any] = {
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "exit_code": result.exit_code,
+        "sandbox_id": sandbox_id,
+    }
+    if result.stopped_for is not None:
+        answer["error"] = _error(result)
+    return answer
+
+
+def _error(result: ExecResult) -> str:
+    if result.stopped_for is not None:
+        return f"ExecutionStopped: {result.stopped_for.value} limit, after {result.duration_s:.2f} s"
+    return result.error or f"ExitError: exit code {result.exit_code}"
+
+
+def _split_value(stdout: str, mark: str) -> tuple[str, str | None]:
+    if not mark or mark not in stdout:
+        return stdout, None
+    text, _, value = stdout.rpartition(mark)
+    return text, value
+
 
 CREATE_FAILED, EXECUTION_FAILED, TIMED_OUT = -32002, -32003, -32005
 _MARGIN_CHARS = 2000
@@ -33,22 +110,22 @@ Language = Annotated[str, Field(description="python")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What one client may ask for."""
+    """Defaults and limits of a client's requests."""
 
     execution_timeout_s: float = 60.0
-    """Of an execution whose client does not say."""
+    """Time limit of an execution whose client gives none."""
     max_execution_timeout_s: float = 600.0
     sandbox_ttl_s: float = 300.0
-    """Of a session's sandbox whose client does not say."""
+    """Time to live of a session's sandbox whose client gives none."""
     max_sandbox_ttl_s: float = 3600.0
     max_output_bytes: int = 65536
-    """Of stdout and of stderr; more stops the code."""
+    """Limit of stdout, and of stderr; code that writes more is stopped."""
     passes_templates: bool = False
-    """Whether X-Template reaches the provider; the local one has no templates, and ignores it."""
+    """True if X-Template is passed to the provider; the local provider has no templates and ignores it."""
 
 
 class SandboxTools:
-    """The three tools. Methods' signatures and docstrings are what clients and policies see."""
+    """The three tools. Clients and policies see the methods' signatures and docstrings."""
 
     def __init__(self, sessions: Sessions, limits: ServerLimits) -> None:
         self._sessions = sessions
@@ -97,17 +174,17 @@ class SandboxTools:
         _check_time(result, asked.timeout_s)
         return command_answer(result, sandbox.id)
 
-    def _asked(self, ctx: _Context) -> _Asked:
+    def _asked(self, ctx: _Context) -> _CallHeaders:
         headers = {key.lower(): value for key, value in (ctx.headers or {}).items()}
         limits = self._limits
         timeout_s = _seconds(headers, "x-execution-timeout", limits.execution_timeout_s, limits.max_execution_timeout_s)
         ttl_s = _seconds(headers, "x-sandbox-ttl", limits.sandbox_ttl_s, limits.max_sandbox_ttl_s)
         template = headers.get("x-template", "") if limits.passes_templates else ""
-        return _Asked(timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
+        return _CallHeaders(timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
 
     @asynccontextmanager
-    async def _failures(self, asked: _Asked, session_id: str) -> AsyncIterator[None]:
-        """Sandbox failures as errors of the protocol."""
+    async def _failures(self, asked: _CallHeaders, session_id: str) -> AsyncIterator[None]:
+        """Raise sandbox failures as errors of the protocol."""
         try:
             yield
         except SandboxGoneError as error:
@@ -119,14 +196,14 @@ class SandboxTools:
             await self._sessions.lose(session_id)
             raise MCPError(TIMED_OUT, f"no answer from the sandbox: {error}") from error
         except SandboxUnavailableError as error:
-            raise MCPError(CREATE_FAILED, f"no sandbox could be had: {error}") from error
+            raise MCPError(CREATE_FAILED, f"no sandbox is available: {error}") from error
         except SandboxError as error:
             raise MCPError(EXECUTION_FAILED, f"the sandbox failed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What a call's headers ask for."""
+class _CallHeaders:
+    """Sandbox and limits that a call's headers ask for."""
 
     timeout_s: float
     ttl_s: float
@@ -164,6 +241,6 @@ def _check_time(result: ExecResult, timeout_s: float) -> None:
 
 def _shell_text(cmd: str, envs: Mapping[str, str], cwd: str | None) -> str:
     if wrong := [name for name in envs if not _NAME.fullmatch(name)]:
-        raise ToolError(f"envs: {wrong[0]!r} is no name of an environment variable")
+        raise ToolError(f"envs: {wrong[0]!r} is not a valid name of an environment variable")
     exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in envs.items())
     return exports + (f"cd {shlex.quote(cwd)} && " if cwd else "") + cmd

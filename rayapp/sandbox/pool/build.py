@@ -1,26 +1,33 @@
-"""Builds a pool and its sources from the configuration. Called by the sandbox-pool actor and by benchmarks."""
+"""Builds a sandbox pool and its suppliers from the configuration.
+
+`build_pool` serves the sandbox-pool actor. `open_pool` runs the same `LeasePool` and client inside the calling process,
+for programs without Ray (`rayapp score`, `rayapp mcp serve`, benchmarks).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rayapp.config.sandbox import LocalConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.core.errors import SandboxConfigError
+from rayapp.core.http import TokenBucket
+from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, RemoteProvider
-from rayapp.sandbox.pool.breaker import CircuitBreaker
-from rayapp.sandbox.pool.bucket import TokenBucket
-from rayapp.sandbox.pool.keeper import GRACE_S, Keeper, KeeperRules, Source
+from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Fate, Lease, RemoteProvider
+from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from rayapp.sandbox.pool.supply import Supply
-from rayapp.sandbox.providers.table import num_local_sandboxes, remote_providers
+from rayapp.sandbox.pool.stock import GRACE_S, Stock, StockRules, Supplier
+from rayapp.sandbox.pool.supply import CircuitBreaker, Supply
+from rayapp.sandbox.providers.table import local_provider, num_local_sandboxes, remote_providers
 
 
 def labels_of(run_name: str) -> dict[str, str]:
-    """Labels of every remote sandbox of a run on this host."""
+    """Return the labels of every remote sandbox of a run on this host."""
     return {APP_LABEL: APP_NAME, RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
 
 
@@ -32,17 +39,17 @@ def build_pool(
     clock: Callable[[], float] = time.monotonic,
     grace_s: float = GRACE_S,
 ) -> LeasePool:
-    """The pool of a configuration.
+    """Build the pool of a configuration.
 
     Args:
-        run_name: labels the sandboxes.
-        providers: provider objects by name, in place of those of the configuration; for tests.
-        grace_s: how long past its own deadline a provider is waited for.
+        run_name: value of the sandboxes' run label.
+        providers: provider objects by name, instead of those of the configuration; for tests.
+        grace_s: seconds to wait for a provider past its own deadline.
     Raises:
-        SandboxConfigError: a provider's package or key is not there.
+        SandboxConfigError: a provider's package or key is missing.
     """
     made = remote_providers(config) if providers is None else providers
-    builder = _Builder(config, run_name, clock, grace_s)
+    builder = _PoolBuilder(config, run_name, clock, grace_s)
     sources = [builder.source(section, made.get(section.type)) for section in config.providers]
     limits = (num_local_sandboxes(config) if isinstance(s, LocalConfig) else s.max_sandboxes for s in config.providers)
     builder.pool = LeasePool(
@@ -60,8 +67,8 @@ def build_pool(
 
 
 @dataclass(slots=True)
-class _Builder:
-    """Keepers call the pool back, and the pool needs its keepers first: this ties the knot."""
+class _PoolBuilder:
+    """Ties stocks and pool together: stocks call the pool back, but the pool is built from them."""
 
     config: SandboxConfig
     run_name: str
@@ -69,15 +76,15 @@ class _Builder:
     grace_s: float
     pool: LeasePool = field(init=False)
 
-    def source(self, section: ProviderConfig, provider: RemoteProvider | None) -> Source:
+    def source(self, section: ProviderConfig, provider: RemoteProvider | None) -> Supplier:
         config, clock = self.config, self.clock
         if isinstance(section, LocalConfig):
-            return Source(Supply("local", max_sandboxes=num_local_sandboxes(config), clock=clock))
+            return Supplier(Supply("local", max_sandboxes=num_local_sandboxes(config), clock=clock))
         breaker = CircuitBreaker(failures=config.breaker_failures, cooldown_s=config.breaker_cooldown_s, clock=clock)
         if isinstance(section, McpConfig):
-            return Source(Supply(section.type, max_sandboxes=section.max_sandboxes, clock=clock, breaker=breaker))
+            return Supplier(Supply(section.type, max_sandboxes=section.max_sandboxes, clock=clock, breaker=breaker))
         if provider is None:
-            raise SandboxConfigError(f"there is no provider {section.type}")
+            raise SandboxConfigError(f"sandbox.providers: there is no provider {section.type}")
         supply = Supply(
             section.type,
             max_sandboxes=section.max_sandboxes,
@@ -86,11 +93,11 @@ class _Builder:
             breaker=breaker,
             cooldown_s=config.breaker_cooldown_s,
         )
-        return Source(supply, self._keeper(supply, provider, section.answer_within_s))
+        return Supplier(supply, self._stock(supply, provider, section.answer_within_s))
 
-    def _keeper(self, supply: Supply, provider: RemoteProvider, answer_within_s: float) -> Keeper:
+    def _stock(self, supply: Supply, provider: RemoteProvider, answer_within_s: float) -> Stock:
         config = self.config
-        rules = KeeperRules(
+        rules = StockRules(
             create_timeout_s=config.create_timeout_s,
             sandbox_ttl_s=config.sandbox_ttl_s,
             idle_timeout_s=config.idle_timeout_s,
@@ -99,7 +106,7 @@ class _Builder:
             kill_timeout_s=answer_within_s,
             grace_s=self.grace_s,
         )
-        return Keeper(
+        return Stock(
             supply,
             provider,
             rules,
@@ -114,3 +121,69 @@ class _Builder:
 
     def _refuse(self, spec: SandboxSpec, error: SandboxConfigError) -> None:
         self.pool.refuse(spec, error)
+
+
+_TEND_EVERY_S = 5.0
+
+
+@asynccontextmanager
+async def open_pool(
+    config: SandboxConfig, name: str, *, local: SandboxProvider | None = None
+) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
+    """Open a pool of this configuration with a client, for the length of a block; then end every sandbox.
+
+    Args:
+        name: label of the remote sandboxes, like a run's name. Must be unique: a pool ends leftovers of its name.
+        local: provider of local sandboxes instead of the configuration's, closed with the pool; for tests.
+    Raises:
+        SandboxConfigError: a provider's package or key is missing.
+    """
+    pool = build_pool(config, name)
+    client = PoolClient(
+        PoolHere(pool),
+        local or local_provider(config),
+        remote=remote_providers(config),
+        holder=name,
+        ttl_s=config.lease_ttl_s,
+        create_timeout_s=config.create_timeout_s,
+    )
+    tending = asyncio.create_task(_tend(pool, config), name=f"tend sandboxes of {name}")
+    try:
+        yield client, pool
+    finally:
+        tending.cancel()
+        await asyncio.shield(_close(client, pool))
+
+
+async def _close(client: PoolClient, pool: LeasePool) -> None:
+    try:
+        await client.close()
+    finally:
+        await pool.close()
+
+
+async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
+    num_rounds = 0
+    sweep_every = max(1, round(config.sweep_every_s / _TEND_EVERY_S))
+    while True:
+        await asyncio.sleep(_TEND_EVERY_S)
+        pool.tend()
+        num_rounds += 1
+        if num_rounds % sweep_every == 0:
+            await asyncio.gather(*(source.stock.sweep() for source in pool.sources if source.stock is not None))
+
+
+class PoolHere:
+    """Calls a pool in this process; see `rayapp.sandbox.pool.client.Pool`."""
+
+    def __init__(self, pool: LeasePool) -> None:
+        self._pool = pool
+
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
+        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
+
+    async def release(self, lease_id: int, fate: Fate) -> None:
+        self._pool.release(lease_id, fate)
+
+    async def heartbeat(self, holder: str) -> None:
+        self._pool.heartbeat(holder)

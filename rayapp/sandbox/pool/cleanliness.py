@@ -1,8 +1,8 @@
-"""Checks that a used sandbox looks as it did when it was new. Called by the keeper before a second lease.
+"""Checks that a used sandbox looks as it did when it was new, before it is leased again.
 
-It compares what a candidate can leave behind: processes, and files where its user may write. The program that looks
-runs in the sandbox itself, so a candidate that controls the interpreter there can lie to it: that is why sandboxes
-serve once unless `max_uses` says otherwise, and why the verdict never rests on what a sandbox claims.
+The check compares everything that a candidate can leave behind: processes, and files where its user may write. The
+check program runs in the sandbox, so a candidate that controls the interpreter there can make it lie. Therefore
+sandboxes serve once unless `max_uses` says otherwise, and verdicts never rest on a sandbox's claims.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).
 print("look:" + (look if is_whole else os.urandom(32).hex()))
 """
 MOST_FILES = 50_000
-"""A sandbox that has more serves once: its disk would be read for longer than it takes to make another."""
+"""A sandbox with more files serves once: reading its disk would take longer than making another sandbox."""
 _ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
 
 
 def look_program(most_files: int) -> str:
-    """What the sandbox's interpreter runs: prints `look:` and 64 hex digits."""
+    """Return the check program: it prints `look:` and 64 hex digits."""
     return _LOOK.replace("MOST_FILES", str(most_files))
 
 
 async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
-    """A hash of processes and files in a sandbox, never twice the same where there are more than MOST_FILES.
+    """Return a hash of the processes and files in a sandbox; never the same twice if there are more than MOST_FILES.
 
     Raises:
-        SandboxError: it can't be told.
+        SandboxError: the check failed.
     """
     result = await sandbox.run_code(look_program(MOST_FILES), timeout_s=timeout_s)
     found = _ANSWER.search(result.stdout)
     if not result.ok or found is None:
         raise SandboxProtocolError(
-            f"sandbox {sandbox.id} does not say what it looks like: exit status {result.exit_code}, "
+            f"sandbox {sandbox.id} could not be checked for leftovers: exit status {result.exit_code}, "
             f"{result.error[:200]}"
         )
     return found.group(1)

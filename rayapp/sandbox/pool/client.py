@@ -1,10 +1,13 @@
-"""A rollout worker's way to sandboxes: permission from the pool, everything else between the worker and the sandbox.
+"""A rollout worker's way to sandboxes: the pool grants leases, and the worker talks to the sandbox directly.
 
     worker -- acquire/release --> pool                (permission and addresses: small and few)
        '---- code, inputs, outputs --> sandbox        (never through the pool)
 
-Remote sandboxes are made and ended by the pool; the worker attaches to the one it was lent. Local sandboxes are
-processes of the worker's node, so the worker owns them; the pool only says how many run at once.
+The pool makes and ends remote sandboxes; the worker attaches to the one it was lent. Local sandboxes are processes on
+the worker's node, so the worker owns them; the pool only limits how many run at once.
+
+A `LeasedSandbox` wraps the provider's sandbox and adds a second deadline over each call, the sandbox's fate for the
+pool, and in every result the names of providers that should have served first.
 """
 
 from __future__ import annotations
@@ -12,15 +15,136 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Protocol, TypeVar
 
-from rayapp.core.errors import DeadlineError, ProcessUnavailableError, RayappError, SandboxConfigError, SandboxError
+from rayapp.core.errors import (
+    DeadlineError,
+    ProcessUnavailableError,
+    RayappError,
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxGoneError,
+)
 from rayapp.core.protocols import Sandbox, SandboxProvider
-from rayapp.core.types import SandboxSpec
+from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
-from rayapp.sandbox.pool.leased_sandbox import LeasedSandbox
+from rayapp.sandbox.loopback import Loopback, loopback_of
+
+T = TypeVar("T")
+MARGIN_S = 65.0
+"""Seconds past a call's deadline after which the client stops waiting: longer than any provider's own deadline."""
+
+
+class LeasedSandbox:
+    """Passes calls on to a provider's sandbox while it is leased; see `rayapp.core.protocols.Sandbox`.
+
+    Args:
+        inner: the provider's sandbox.
+        fallback_from: providers that could not serve.
+        on_exec: called with the provider and the seconds of every execution, for the metrics.
+    """
+
+    def __init__(
+        self,
+        inner: Sandbox,
+        fallback_from: tuple[str, ...] = (),
+        on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
+    ) -> None:
+        self.fate = Fate.CLEAN
+        self._inner = inner
+        self._on_exec = on_exec
+        self._note = f" (fallback from {', '.join(fallback_from)})" if fallback_from else ""
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def provider(self) -> str:
+        return self._inner.provider
+
+    def loopback(self) -> AbstractAsyncContextManager[Loopback]:
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`), if it has one; else raise SandboxConfigError."""
+        self.fate = Fate.DIRTY  # the relay stays in the sandbox
+        return loopback_of(self._inner)
+
+    async def run_code(
+        self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
+    ) -> ExecResult:
+        if stateful:
+            # Don't reuse it: names stay in the interpreter, where no check can see them.
+            self.fate = Fate.DIRTY
+        run = self._inner.run_code(
+            code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
+        )
+        return self._stamped(await self._timed(run, timeout_s))
+
+    async def call_function(
+        self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
+    ) -> CallReport:
+        call = self._inner.call_function(code, function, inputs, timeout_s=timeout_s)
+        report = await self._timed(call, timeout_s)
+        return replace(report, exec=self._stamped(report.exec))
+
+    async def run_command(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
+    ) -> ExecResult:
+        run = self._inner.run_command(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes)
+        return self._stamped(await self._timed(run, timeout_s))
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
+        await self._watched(self._inner.write_file(path, data, timeout_s=timeout_s), timeout_s)
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
+        return await self._watched(self._inner.read_file(path, max_bytes=max_bytes, timeout_s=timeout_s), timeout_s)
+
+    async def alive(self, *, timeout_s: float = 5.0) -> bool:
+        return await self._watched(self._inner.alive(timeout_s=timeout_s), timeout_s)
+
+    async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
+        await self._watched(self._inner.extend(ttl_s, timeout_s=timeout_s), timeout_s)
+
+    async def kill(self, *, timeout_s: float = 10.0) -> None:
+        self.fate = Fate.GONE
+        await self._watched(self._inner.kill(timeout_s=timeout_s), timeout_s)
+
+    async def _timed(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
+        started = time.monotonic()
+        try:
+            return await self._watched(call, timeout_s)
+        finally:
+            self._on_exec(self.provider, time.monotonic() - started)
+
+    async def _watched(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(timeout_s + MARGIN_S):
+                return await call
+        except SandboxGoneError:
+            self.fate = Fate.GONE
+            raise
+        except SandboxError:
+            self.fate = Fate.DIRTY
+            raise
+        except TimeoutError:
+            self.fate = Fate.DIRTY
+            raise SandboxDeadlineError(
+                f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s, its deadline: {timeout_s:g} s"
+            ) from None
+        except asyncio.CancelledError:
+            # Don't reuse it: the call may still be running.
+            self.fate = Fate.DIRTY
+            raise
+
+    def _stamped(self, result: ExecResult) -> ExecResult:
+        if result.stopped_for is not None:
+            self.fate = Fate.DIRTY
+        return replace(result, isolation=result.isolation + self._note) if self._note else result
+
 
 log = logging.getLogger(__name__)
 _RELEASE_ATTEMPTS = 30
@@ -28,12 +152,12 @@ _CLOSE_WAIT_S = 1.0
 
 
 class Pool(Protocol):
-    """The sandbox-pool actor's handle, or in tests the actor's plain class."""
+    """The sandbox-pool actor's handle; in tests the actor's plain class."""
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """Give a lease back, or the wish for one that was not granted or has not arrived yet. Idempotent."""
+        """Give a lease back, or withdraw a request that was not granted or has not arrived yet. Idempotent."""
         ...
 
     async def heartbeat(self, holder: str) -> None: ...
@@ -41,7 +165,7 @@ class Pool(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolClient:
-    """See `rayapp.core.protocols.SandboxSource`."""
+    """Leases sandboxes for this process; see `rayapp.core.protocols.SandboxSource`."""
 
     pool: Pool
     """Grants leases."""
@@ -51,26 +175,26 @@ class PoolClient:
     holder: str
     """This caller's name in the pool."""
     ttl_s: float
-    """A local sandbox ends after this long, should nobody else end it."""
+    """Seconds after which a local sandbox ends by itself if it was not released."""
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
-    """Providers by name, to attach to what the pool lends; closed with this client."""
+    """Providers by name, to attach to leased sandboxes; closed with this client."""
     heartbeat_every_s: float = 10.0
-    """How often the pool hears that this process lives."""
+    """Seconds between heartbeats to the pool."""
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None
-    """Told the provider and the seconds of every execution, for the metrics."""
+    """Called with the provider and the seconds of every execution, for the metrics."""
     create_timeout_s: float = 90.0
-    """Longest wait for a sandbox that this process makes itself, whatever its caller would wait."""
+    """Longest wait for a sandbox that this process makes itself, even if its caller would wait longer."""
     retry_every_s: float = 2.0
-    """Between attempts to give back a lease to a pool that does not answer."""
+    """Seconds between attempts to give a lease back while the pool does not answer."""
     _heart: asyncio.Task[None] | None = field(default=None, init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
-        """A sandbox for the length of an `async with` block."""
+        """Lease a sandbox for the length of an `async with` block."""
         return PoolLease(self, spec, timeout_s)
 
     async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, LeasedSandbox]:
-        """A lease and its sandbox; neither, if the sandbox can't be had."""
+        """Return a lease and its sandbox. If the sandbox can't be made, the lease is given back."""
         if self._heart is None:
             self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self.holder}")
         lease = await self._lease(spec, timeout_s)
@@ -83,28 +207,28 @@ class PoolClient:
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self.on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
-        # Choose the id here, so that a lease whose grant never arrives can be given up all the same.
+        # Choose the id here: the lease can then be given up even if its grant never arrives.
         lease_id = secrets.randbits(62)
         try:
             return await self.pool.acquire(self.holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         except SandboxError:
             raise  # the pool's own answer: there is no lease
         except (RayappError, asyncio.CancelledError):
-            # Give the lease up: the pool may still grant it, or has, and nobody would use it or give it back.
+            # Give the lease up: the pool may still grant it, or has done so, and no caller would use or return it.
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
             raise
 
     async def _give_back(self, lease_id: int, fate: Fate) -> None:
-        """Give a lease back; while the pool does not answer, try again in the background."""
+        """Give a lease back; if the pool does not answer, retry in the background."""
         try:
             await self.pool.release(lease_id, fate)
         except (DeadlineError, ProcessUnavailableError) as error:
-            log.warning("%s: lease %d is given back later: %s", self.holder, lease_id, error)
+            log.warning("%s: the pool did not take lease %d back yet, trying again: %s", self.holder, lease_id, error)
             again = self._give_back_again(lease_id, fate)
-            self._in_background(again, f"give lease {lease_id} of {self.holder} back")
+            self._in_background(again, f"return lease {lease_id} of {self.holder}")
         except RayappError as error:
             # The pool is gone, and with it all leases.
-            log.warning("%s: lease %d is not given back: %s", self.holder, lease_id, error)
+            log.warning("%s: lease %d was not given back: %s", self.holder, lease_id, error)
 
     async def _give_back_again(self, lease_id: int, fate: Fate) -> None:
         for _ in range(_RELEASE_ATTEMPTS):
@@ -115,9 +239,9 @@ class PoolClient:
             except (DeadlineError, ProcessUnavailableError) as error:
                 log.info("%s: lease %d: %s", self.holder, lease_id, error)
             except RayappError as error:
-                log.warning("%s: lease %d is not given back: %s", self.holder, lease_id, error)
+                log.warning("%s: lease %d was not given back: %s", self.holder, lease_id, error)
                 return
-        log.warning("%s: lease %d could not be given back; it ends by its time to live", self.holder, lease_id)
+        log.warning("%s: lease %d was not given back; it expires by itself", self.holder, lease_id)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -138,14 +262,14 @@ class PoolClient:
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Give the lease back. A local sandbox is ended before that: in the other order one too many would run."""
+        """Give the lease back, after ending a local sandbox: in the other order one sandbox too many would run."""
         fate = sandbox.fate
         try:
             if lease.connection is None:
                 await sandbox.kill()
         except SandboxError as error:
-            # Keep the result of what ran in it. The provider's own time limit ends the sandbox.
-            log.warning("%s: sandbox %s was not ended: %s", self.holder, sandbox.id, error)
+            # Keep the result of the execution. The provider's own time limit ends the sandbox.
+            log.warning("%s: could not end sandbox %s: %s", self.holder, sandbox.id, error)
         finally:
             await self._give_back(lease.lease_id, fate)
 
@@ -154,7 +278,7 @@ class PoolClient:
             try:
                 await self.pool.heartbeat(self.holder)
             except RayappError as error:
-                # Only log: if the pool is gone, the next lease fails, and that one has a caller to tell.
+                # Only log: if the pool is gone, the next lease fails and its caller gets the error.
                 log.warning("%s: the sandbox pool does not answer: %s", self.holder, error)
             await asyncio.sleep(self.heartbeat_every_s)
 
@@ -174,7 +298,7 @@ class PoolClient:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolLease:
-    """See `rayapp.core.protocols.SandboxLease`."""
+    """One lease as a context manager; see `rayapp.core.protocols.SandboxLease`."""
 
     client: PoolClient
     spec: SandboxSpec
@@ -188,5 +312,5 @@ class PoolLease:
     async def __aexit__(self, *exc: object) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            # Shielded: a cancelled trajectory must not leave its sandbox behind.
+            # Shield the release: a cancelled trajectory must not leave its sandbox behind.
             await asyncio.shield(self.client.release(*held))

@@ -1,11 +1,11 @@
-"""Who may use a sandbox now: leases, handed out fairly, bounded, with a deadline and a time to live.
+"""Grants leases of sandboxes: fairly, bounded in number, each with a deadline and a time to live.
 
     acquire -> queue -> (a ready sandbox | a place in the holder's own process) -> Lease -> release -> reuse or end
-                 |  nothing ready: Keeper.create, as fast as the provider allows
+                 |  nothing ready: Stock.create, as fast as the provider allows
                  '  provider can't serve: the next one in order, and the lease says so
 
-Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. It hands out permission, not data: code and
-outputs go from a worker to its sandbox directly, so the pool never becomes the bottleneck.
+Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. The pool grants permission and carries no data:
+code and outputs go from a worker to its sandbox directly, so the pool is never the bottleneck.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from dataclasses import dataclass, field
 from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.demand import Demand
-from rayapp.sandbox.pool.fair_queue import FairQueue
-from rayapp.sandbox.pool.keeper import Source
-from rayapp.sandbox.pool.stats import PoolStats
-from rayapp.sandbox.pool.supply import Member, Supply
+from rayapp.sandbox.pool.stock import Supplier
+from rayapp.sandbox.pool.supply import StockItem, Supply
+from rayapp.sandbox.pool.waiting import Demand, FairQueue, PoolStats
 
-__all__ = ["Fate", "Lease", "LeasePool", "Source"]
+__all__ = ["Fate", "Lease", "LeasePool", "Supplier"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
@@ -40,43 +38,43 @@ class _Lane:
     queue: FairQueue[tuple[str, int, Turn]]
     """Items are (holder, id of the lease, turn)."""
     used_at: float
-    """When somebody last asked for this kind."""
+    """Time of the last request for this kind."""
     demand: Demand
     num_wanted_ready: int = 0
-    """Sandboxes to have ready ahead of time, set by `prefetch`."""
+    """Sandboxes to make ahead of demand, set by `prefetch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     lease: Lease
-    source: Source
-    member: Member | None
+    source: Supplier
+    item: StockItem | None
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class LeasePool:
-    """At most `max_leases` leases at a time."""
+    """Grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    """Sandboxes in use at once, over all sources."""
+    """Leased sandboxes at once, over all suppliers."""
     max_waiting: int
-    """Callers in the queue."""
+    """Longest queue: callers that wait at once."""
     ttl_s: float
-    """A lease not released by then is reclaimed."""
-    sources: Sequence[Source] = ()
-    """In order of preference; without any, places in the holders' own processes, as many as max_leases."""
+    """Seconds after which a lease that was not released is reclaimed."""
+    sources: Sequence[Supplier] = ()
+    """Suppliers in order of preference; without any, `max_leases` places in the holders' own processes."""
     min_ready: int = 0
     """Sandboxes kept ready for each kind in use."""
     holder_timeout_s: float = float("inf")
-    """A holder not heard of for so long is dead."""
+    """Seconds without a heartbeat after which a holder counts as dead."""
     idle_timeout_s: float = 300.0
-    """A kind that nobody asked for so long is not kept ready any more."""
+    """Seconds without a request after which no sandboxes of a kind are kept ready."""
     is_ahead: bool = False
-    """Have as many ready as were lately in use at once, for the next step."""
+    """Keep as many sandboxes ready as were lately in use at once, for the next step."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
-    """From a random one on: a pool that replaces a dead one must not reuse ids that its callers still hold."""
+    """Lease ids from a random start: a pool that replaces a dead one must not reuse ids that callers still hold."""
     _leases: dict[int, _Held] = field(default_factory=dict)
     _turns: dict[int, Turn] = field(default_factory=dict)
     _given_up: dict[int, None] = field(default_factory=dict)
@@ -89,19 +87,19 @@ class LeasePool:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            self.sources = (Source(Supply("local", max_sandboxes=self.max_leases, clock=self.clock)),)
+            self.sources = (Supplier(Supply("local", max_sandboxes=self.max_leases, clock=self.clock)),)
         self._stats = PoolStats(self.clock)
 
     async def acquire(
         self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
     ) -> Lease:
-        """Wait for this caller's turn, and return its lease.
+        """Wait for this caller's turn and return its lease.
 
         Args:
-            lease_id: chosen at random by a caller in another process: with it the lease can be given up by `release`
-                before its grant has arrived, or when the grant was lost on the way.
+            lease_id: chosen at random by a caller in another process: with it `release` can give the lease up before
+                its grant has arrived, or when the grant was lost on the way.
         Raises:
-            SandboxUnavailableError: none was free within timeout_s, or too many wait already.
+            SandboxUnavailableError: no sandbox was free within timeout_s, or too many callers wait already.
             SandboxConfigError: waiting can't help.
         """
         self._check_open()
@@ -142,7 +140,7 @@ class LeasePool:
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
-        """Take back the caller's place, or the lease that was granted in the moment it gave up."""
+        """Take back the caller's place in the queue, or the lease if it was granted at the same moment."""
         if lane.queue.remove(holder, key):
             self._num_waiting -= 1
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -157,23 +155,23 @@ class LeasePool:
         return f"{text} Last failures: {'; '.join(errors)}" if errors else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """Give a lease back, or give up waiting for it. Doing so twice, or after it was reclaimed, is no error."""
+        """Give a lease back, or stop waiting for it. Idempotent, also after the lease was reclaimed."""
         held = self._leases.pop(lease_id, None)
         if held is None:
             self._withdraw(lease_id)
             return
-        if held.member is None or held.source.keeper is None:
+        if held.item is None or held.source.stock is None:
             held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
         else:
-            held.source.keeper.give_back(held.member, is_clean=fate is Fate.CLEAN)
-            if (lane := self._lanes.get(held.member.spec)) is not None:
+            held.source.stock.give_back(held.item, is_clean=fate is Fate.CLEAN)
+            if (lane := self._lanes.get(held.item.spec)) is not None:
                 lane.demand.returned()
         self.pump()
 
     def _withdraw(self, lease_id: int) -> None:
         turn = self._turns.get(lease_id)
         if turn is None:
-            # release() may arrive before acquire(): remember the id, as nobody would use that lease.
+            # release() may arrive before acquire(): remember the id, because no caller would use that lease.
             self._given_up[lease_id] = None
             if len(self._given_up) > _GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
@@ -185,21 +183,21 @@ class LeasePool:
         self._heard_of[holder] = self.clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """Have this many sandboxes ready ahead of a burst; 0 takes the wish back."""
+        """Make this many sandboxes ready ahead of a burst; 0 cancels the request."""
         self._lane(spec).num_wanted_ready = num_ready
         self.pump()
 
     def reclaim_expired(self) -> int:
-        """Take back leases past their time to live. Returns how many."""
+        """Take back leases past their time to live. Returns their number."""
         now = self.clock()
-        # Leases stand in the order of their grants and last equally long: stop at the first that has time left.
+        # Leases are in the order of their grants and all last equally long: stop at the first that has time left.
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
 
     def reclaim_of(self, *holders: str) -> int:
-        """Take back every lease of callers that are gone, and their places in the queue. Returns how many leases."""
+        """Take back all leases of callers that are gone, and their places in the queue. Returns how many leases."""
         for holder in holders:
-            # All before the first lease is free: it would be granted to the dead.
+            # Forget all holders before any lease is free: otherwise a lease could go to a caller that is gone.
             self._heard_of.pop(holder, None)
             self._withdraw_all(holder)
         return self._reclaim([held.lease.lease_id for held in self._leases.values() if held.lease.holder in holders])
@@ -210,10 +208,10 @@ class LeasePool:
             self._num_waiting -= len(gone)
             for _, lease_id, turn in gone:
                 if not turn.done():
-                    turn.set_exception(SandboxUnavailableError(f"{holder}, who waits for lease {lease_id}, is gone"))
+                    turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders not heard of for too long. Returns how many."""
+        """Take back the leases of holders that sent no heartbeat for too long. Returns their number."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 
@@ -224,13 +222,13 @@ class LeasePool:
         return len(lease_ids)
 
     def pump(self) -> None:
-        """Grant what can be granted, and have made what is missing. Called after every event; never waits."""
+        """Grant every lease that can be granted and start missing sandboxes. Called after every event; never waits."""
         if self._is_closed:
-            # A closing pool makes nothing: each sandbox that ends makes room, which the stock would fill again.
+            # A closing pool makes nothing: each sandbox that ends makes room, which would be filled again.
             return
         is_progress = True
         while is_progress and self._num_waiting and len(self._leases) < self.max_leases:
-            # One caller per kind and round: no kind of sandbox starves another.
+            # Serve one caller per kind and round, so that no kind of sandbox starves another.
             is_progress = sum(self._serve_one(spec, lane) for spec, lane in tuple(self._lanes.items())) > 0
         nap_s = min((self._stock_up(spec, lane) for spec, lane in self._lanes.items()), default=float("inf"))
         self._wake_in(nap_s)
@@ -242,26 +240,26 @@ class LeasePool:
         skipped: list[str] = []
         for source in self.sources:
             supply = source.supply
-            member = supply.take_ready(spec)
-            if member is not None or supply.has_place:
-                self._grant(lane, source, member, tuple(skipped))
+            item = supply.take_ready(spec)
+            if item is not None or supply.has_place:
+                self._grant(lane, source, item, tuple(skipped))
                 return True
             if supply.is_usable:
-                # It is only busy: callers turn to the next provider when this one can't serve, not when it is full.
+                # The provider is only busy: callers move on when a provider can't serve, not when it is full.
                 return False
             skipped.append(supply.name)
         return False
 
     def _drop_gone(self, lane: _Lane) -> None:
-        # Skip callers that gave up: they leave the queue only when their own task runs again.
+        # Skip callers that gave up: they stay in the queue until their own task runs again.
         while lane.queue and lane.queue.first()[2].done():
             lane.queue.pop()
             self._num_waiting -= 1
 
-    def _grant(self, lane: _Lane, source: Source, member: Member | None, skipped: tuple[str, ...]) -> None:
+    def _grant(self, lane: _Lane, source: Supplier, item: StockItem | None, skipped: tuple[str, ...]) -> None:
         holder, lease_id, turn = lane.queue.pop()
         self._num_waiting -= 1
-        if member is None:
+        if item is None:
             source.supply.lend_place()
         else:
             lane.demand.taken()
@@ -270,21 +268,21 @@ class LeasePool:
             holder=holder,
             expires_at=self.clock() + self.ttl_s,
             provider=source.supply.name,
-            connection=member.connection if member is not None else None,
+            connection=item.connection if item is not None else None,
             fallback_from=skipped,
         )
-        self._leases[lease.lease_id] = _Held(lease, source, member)
+        self._leases[lease.lease_id] = _Held(lease, source, item)
         self._stats.num_granted += 1
         turn.set_result(lease)
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
-        """Have sandboxes made for waiting callers and the stock. Returns seconds until there may be more to do."""
+        """Start sandboxes for waiting callers and the stock. Returns seconds until there may be more to start."""
         num_ahead = lane.demand.num_ahead if self.is_ahead else 0
         num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
         for source in self.sources:
             supply = source.supply
-            if source.keeper is None:
+            if source.stock is None:
                 return nap_s
             num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
             if supply.is_on_trial:
@@ -297,19 +295,19 @@ class LeasePool:
                 if not supply.may_create():
                     nap_s = min(nap_s, supply.next_chance_s())
                     break
-                source.keeper.create(spec)
+                source.stock.create(spec)
             if is_usable:
                 return nap_s
-            # A provider in trouble gets no more than its trial creation; the next one serves the callers meanwhile.
+            # A provider in trouble gets only its trial creation; meanwhile the next provider serves the callers.
             num_wanted = len(lane.queue)
         return nap_s
 
-    def _make_room(self, source: Source, spec: SandboxSpec) -> None:
-        """Retire a sandbox of a kind that nobody waits for, to make room for one that somebody wants."""
-        for member in source.supply.idle_members():
-            lane = self._lanes.get(member.spec)
-            if member.spec != spec and (lane is None or not lane.queue) and source.keeper is not None:
-                source.keeper.retire(member)
+    def _make_room(self, source: Supplier, spec: SandboxSpec) -> None:
+        """Retire an idle sandbox of a kind that no caller waits for, to make room for a kind in demand."""
+        for item in source.supply.idle_items():
+            lane = self._lanes.get(item.spec)
+            if item.spec != spec and (lane is None or not lane.queue) and source.stock is not None:
+                source.stock.retire(item)
                 return
 
     def _wake_in(self, seconds: float) -> None:
@@ -323,14 +321,14 @@ class LeasePool:
     def _lane(self, spec: SandboxSpec) -> _Lane:
         lane = self._lanes.get(spec)
         if lane is None:
-            # Half the idle timeout, or demand recreates what was just retired.
+            # Half the idle timeout: with the whole, demand would recreate sandboxes that were just retired.
             demand = Demand(window_s=self.idle_timeout_s / 2, clock=self.clock)
             lane = self._lanes[spec] = _Lane(FairQueue(), self.clock(), demand)
         lane.used_at = self.clock()
         return lane
 
     def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
-        """Fail everybody who waits for this kind: waiting longer can't help."""
+        """Fail every caller that waits for this kind: waiting longer can't help."""
         lane = self._lanes.get(spec)
         while lane is not None and lane.queue:
             _, _, turn = lane.queue.pop()
@@ -339,13 +337,13 @@ class LeasePool:
                 turn.set_exception(error)
 
     def tend(self) -> None:
-        """Housekeeping, every few seconds: dead holders, old leases, sandboxes to extend or to end."""
-        self.reclaim_silent()  # first: what expired would be granted to the dead
+        """Do the housekeeping, every few seconds: dead holders, expired leases, sandboxes to extend or to end."""
+        self.reclaim_silent()  # first: expired leases could go to dead holders
         self.reclaim_expired()
         self._forget_unused_lanes()
         for source in self.sources:
-            if source.keeper is not None:
-                source.keeper.tend(self._lanes.keys())
+            if source.stock is not None:
+                source.stock.tend(self._lanes.keys())
         self.pump()
 
     def _forget_unused_lanes(self) -> None:
@@ -355,7 +353,7 @@ class LeasePool:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox and refuse whoever waits. Returns ids that could not be ended. Idempotent."""
+        """End every sandbox and refuse all waiting callers. Returns ids that could not be ended. Idempotent."""
         if self._is_closed:
             return set()
         self._is_closed = True
@@ -363,8 +361,8 @@ class LeasePool:
         for spec in tuple(self._lanes):
             self.refuse(spec, SandboxUnavailableError("the sandbox pool is closed"))
         self._leases.clear()
-        keepers = [source.keeper for source in self.sources if source.keeper is not None]
-        left = await asyncio.gather(*(keeper.close(timeout_s=timeout_s) for keeper in keepers))
+        stocks = [source.stock for source in self.sources if source.stock is not None]
+        left = await asyncio.gather(*(stock.close(timeout_s=timeout_s) for stock in stocks))
         return set().union(*left)
 
     def _check_open(self) -> None:
@@ -372,5 +370,5 @@ class LeasePool:
             raise SandboxUnavailableError("the sandbox pool is closed")
 
     def stats(self) -> dict[str, float]:
-        """`sandbox/*` numbers."""
+        """Return the `sandbox/*` metrics."""
         return self._stats.scalars(num_leased=len(self._leases), num_waiting=self._num_waiting, sources=self.sources)

@@ -1,9 +1,9 @@
-"""Ends the sandboxes of runs that are gone: on the command line, and by itself when a run's heartbeat stops.
+"""Ends the sandboxes of runs that are gone: on the command line, and automatically when a run's heartbeat stops.
 
     Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until nothing is listed -> done
                                     '-> dismiss: the pool has ended everything itself
 
-Called by `rayapp sandbox reap` and by the sandbox-reaper actor. It never ends a sandbox by anything but its labels.
+`rayapp sandbox reap` and the sandbox-reaper actor use it. It selects sandboxes only by their labels.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """One sandbox, or one provider that could not be asked."""
+    """One sandbox, or one provider that could not be listed."""
 
     provider: str
     sandbox_id: str
-    """Empty where the provider could not be listed."""
+    """Empty if the provider could not be listed."""
     ended: bool
     error: SandboxError | None = None
-    """Why it was not ended, where that failed."""
+    """Reason why the sandbox was not ended; None if it was."""
 
 
 def labels_to_reap(run_name: str | None) -> dict[str, str]:
-    """Labels of one run's sandboxes, or of those of every run of this application."""
+    """Return the labels of one run's sandboxes; without a name, of all sandboxes of this application."""
     return {RUN_LABEL: run_name} if run_name is not None else {APP_LABEL: APP_NAME}
 
 
 async def reap(
     providers: Mapping[str, SandboxProvider], labels: Mapping[str, str], *, dry_run: bool = False
 ) -> AsyncIterator[Reaped]:
-    """End every sandbox with these labels. A provider that fails is reported, not raised."""
+    """End every sandbox with these labels. A failing provider is reported, not raised."""
     for name, provider in providers.items():
         try:
             found = [sandbox_id async for sandbox_id in provider.list(labels)]
@@ -64,13 +64,13 @@ async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dr
 
 @dataclass(slots=True, eq=False, repr=False)
 class Reaper:
-    """Watches one run."""
+    """Watches one run, and ends its sandboxes when it dies."""
 
     providers: Mapping[str, SandboxProvider]
-    """Remote ones, by name; closed when done."""
+    """Remote providers by name; closed when done."""
     _: KW_ONLY
     grace_s: float
-    """Silence that means the run is dead. Longer than any pause of a living run."""
+    """Seconds of silence after which the run counts as dead. Longer than any pause of a living run."""
     pause_s: float = 1.0
     """Pause after the first sweep; doubled after each."""
     clock: Callable[[], float] = time.monotonic
@@ -83,16 +83,16 @@ class Reaper:
         self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """Note that the run lives; its sandboxes carry these labels. Its pool beats before it makes the first."""
+        """Note that the run lives; its sandboxes carry these labels. The pool beats before its first creation."""
         self._labels = dict(labels)
         self._heard_at = self.clock()
 
     def dismiss(self) -> None:
-        """Note that the run has ended in order: there is nothing to do any more."""
+        """Note that the run has ended normally: there is nothing left to do."""
         self._is_dismissed.set()
 
     async def watch(self) -> int:
-        """Wait until the run ends in order, or is dead and its sandboxes are gone. Returns how many were ended."""
+        """Wait until the run ends normally, or is dead and its sandboxes are gone. Returns how many were ended."""
         ended: set[str] = set()
         try:
             while await self._falls_silent():
@@ -112,7 +112,7 @@ class Reaper:
         return self._left_s <= 0 and not self._is_dismissed.is_set()
 
     async def _falls_silent(self) -> bool:
-        """Waits for silence (True) or dismissal (False), whichever comes first."""
+        """Wait for silence (True) or dismissal (False), whichever comes first."""
         while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
@@ -124,10 +124,10 @@ class Reaper:
     async def _sweep(self, ended: set[str]) -> None:
         """End the run's sandboxes, in several rounds: a provider that fails now may work in a minute.
 
-        A run that was only stopped (a debugger, a suspended machine) and is heard again keeps what it has left.
+        A run that was only stopped (a debugger, a suspended machine) keeps what it has left once it is heard again.
         """
         pause_s = self.pause_s
-        # Without labels there is nothing to do: the run made no sandbox, and listing by no label finds everybody's.
+        # Do nothing without labels: the run made no sandbox, and an empty selector would match all users' sandboxes.
         for _ in range(_ROUNDS if self._labels else 0):
             found = [each async for each in reap(self.providers, self._labels)]
             ended.update(each.sandbox_id for each in found if each.ended)

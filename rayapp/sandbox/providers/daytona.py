@@ -1,23 +1,200 @@
-"""Daytona through its SDK. Called by `table.py` only.
+"""Daytona through its SDK: the provider, its control plane, and the data plane of one sandbox.
 
     DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
 
-Sandboxes are ephemeral (deleted when they stop), have a time to live that counts whatever their state, and no network
-unless the configuration says so. Intervals there are whole minutes: ours are rounded up.
+Sandboxes are ephemeral (deleted when they stop), have a time to live that runs in every state, and no network unless
+the configuration says so. Daytona's intervals are whole minutes: ours are rounded up.
+
+The channel runs programs as shell commands, and stateful code in the interpreter context that every sandbox has. Some
+SDK calls end as if successful when the connection is lost, so the channel checks results instead of relying on
+exceptions.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
 
 from rayapp.config.sandbox import DaytonaConfig
-from rayapp.core.errors import SandboxError, SandboxGoneError
-from rayapp.core.types import SandboxSpec
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxProtocolError,
+)
+from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.daytona_channel import DaytonaChannel, daytona_error, sdk
+from rayapp.sandbox.providers.errors import DAYTONA, error_of, retry_after_s
+from rayapp.sandbox.providers.relay import Hear, Say
+from rayapp.sandbox.providers.remote import Sink, run_session
 from rayapp.sandbox.providers.service import ServiceProvider
+from rayapp.sandbox.verdict.program import command_of, shell_command
+
+T = TypeVar("T")
+_NAMES = ("daytona", "daytona_sdk")
+_CREATE = "create"
+
+
+class ControlPlane(Protocol):
+    """The control plane's calls about one sandbox that the channel needs."""
+
+    async def get(self, sandbox_id: str) -> Any: ...
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = ...) -> None: ...
+
+
+class DaytonaChannel:
+    """Data plane of one sandbox, used in the worker's process; see `rayapp.sandbox.providers.remote.Channel`."""
+
+    def __init__(self, sandbox_id: str, service: ControlPlane) -> None:
+        self._id = sandbox_id
+        self._service = service
+        self._found: Any = None
+
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
+        sandbox = await self._sandbox()
+
+        async def write(path: str) -> None:
+            upload = sandbox.fs.upload_file(program.encode(), path, timeout=math.ceil(timeout_s))
+            await self._guard(upload, "upload a program")
+
+        command = await command_of(program, write)
+        answer = await self._guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
+        return str(answer.result)
+
+    async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
+        sandbox = await self._sandbox()
+
+        async def run(text: str, out: Sink, err: Sink) -> str:
+            call = sandbox.code_interpreter.run_code(
+                text,
+                on_stdout=lambda message: out(message.output),
+                on_stderr=lambda message: err(message.output),
+                # Longer than our deadline and only a backup: closing the connection is what ends our wait.
+                timeout=math.ceil(timeout_s) + 1,
+            )
+            failed = (await self._guard(call, "run_code")).error
+            return f"{failed.name}: {failed.value}" if failed is not None else ""
+
+        return await run_session(
+            "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
+
+    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
+        """See `rayapp.sandbox.providers.relay.Converse`."""
+        process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
+        await self._guard(process.create_session(session), "create_session")
+        # A separate shell, because the session's goes on; input must not be echoed as output.
+        command = sdk().SessionExecuteRequest(
+            command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
+        )
+        ran = await self._guard(process.execute_session_command(session, command), "execute_session_command")
+
+        async def say(text: str) -> None:
+            await self._guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
+
+        started(say)
+        logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
+        await self._guard(logs, "listen to a relay")
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
+        sandbox = await self._sandbox()
+        await self._guard(sandbox.fs.upload_file(data, path, timeout=math.ceil(timeout_s)), "upload a file")
+
+    async def alive(self, *, timeout_s: float) -> bool:
+        try:
+            await self._service.get(self._id)
+        except SandboxError:
+            return False
+        return True
+
+    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
+        sandbox = await self._sandbox()
+        await self._guard(sandbox.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=timeout_s), "set_ttl")
+        # Daytona also stops it after that long without activity.
+        await self._guard(sandbox.refresh_activity(request_timeout=timeout_s), "refresh_activity")
+
+    async def kill(self, *, timeout_s: float) -> None:
+        await self._service.kill(self._id, timeout_s=timeout_s)
+
+    async def _sandbox(self) -> Any:
+        if self._found is None:
+            self._found = await self._service.get(self._id)
+        return self._found
+
+    async def _guard(self, call: Coroutine[object, object, T], what: str) -> T:
+        try:
+            return await call
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise many types; all mapped
+            raise await self._translated(error, what) from error
+
+    async def _translated(self, error: Exception, what: str) -> SandboxError:
+        mapped = daytona_error(error, what)
+        try:
+            await self._service.get(self._id)
+        except SandboxGoneError as gone:
+            return gone
+        except SandboxError:
+            return SandboxDeadlineError(f"{mapped} (and could not check whether it is still alive)")
+        # The sandbox is alive, so this call failed: its answer was malformed or late.
+        if isinstance(mapped, SandboxDeadlineError):
+            return mapped
+        return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")
+
+
+@cache
+def sdk() -> ModuleType:
+    """Return the SDK's module.
+
+    Raises:
+        SandboxConfigError: it is not installed.
+    """
+    for name in _NAMES:
+        if find_spec(name) is not None:
+            with warnings.catch_warnings():
+                # The older name warns about its age; the user does not choose here which one is installed.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return importlib.import_module(name)
+    raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
+
+
+def daytona_error(error: Exception, what: str) -> SandboxError:
+    """Convert an exception of the SDK to a SandboxError.
+
+    Most calls raise DaytonaError and its subclasses; some let the generated clients' ApiException through, which has a
+    status but no common base class with them. So the status decides, and the type only if there is no status.
+
+    Args:
+        what: the call, for the message, e.g. `create`.
+    """
+    text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
+    status = _status_of(error)
+    if status in (404, 410) and what != _CREATE:
+        return SandboxGoneError(text)
+    is_timeout = "Timeout" in type(error).__name__ or isinstance(error, TimeoutError)
+    is_late = is_timeout if status is None else status in (408, 504)
+    return error_of(error, text, DAYTONA, status=status, is_late=is_late, wait_s=_wait_s(error))
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status of an error of the SDK or of its generated clients."""
+    status = getattr(error, "status_code", None) or getattr(error, "status", None)
+    return status if type(status) is int else None
+
+
+def _wait_s(error: Exception) -> float | None:
+    headers = getattr(error, "headers", None) or {}
+    waits = [str(value) for name, value in dict(headers).items() if str(name).lower().startswith("retry-after")]
+    return max((seconds for wait in waits if (seconds := retry_after_s(wait)) is not None), default=None)
+
 
 _CALL_TIMEOUT_S = 15.0
 _LATE_ANSWER_S = 30.0
@@ -25,14 +202,14 @@ _ENDED = ("destroyed", "destroying")
 
 
 class DaytonaProvider(ServiceProvider):
-    """See `rayapp.sandbox.leases.RemoteProvider`."""
+    """Makes sandboxes at Daytona; see `rayapp.sandbox.leases.RemoteProvider`."""
 
     def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
         super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
 
 
 class DaytonaService:
-    """See `rayapp.sandbox.providers.service.Service`."""
+    """Daytona's control plane; see `rayapp.sandbox.providers.service.Service`."""
 
     name = "daytona"
 
@@ -42,7 +219,7 @@ class DaytonaService:
         self._client: Any = None
 
     def client(self) -> Any:
-        """The SDK's client; made on the first call, because it belongs to the event loop that runs then."""
+        """Return the SDK's client; made on the first call, because it belongs to the event loop running then."""
         if self._client is None:
             named = {"api_url": self._config.api_url, "target": self._config.target}
             given = {name: value for name, value in named.items() if value}
@@ -52,11 +229,11 @@ class DaytonaService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # Past the caller's deadline, so that a late answer is heard and its sandbox ended.
+        # Wait past the caller's deadline: a late answer still names the sandbox to end.
         waited_s = timeout_s + _LATE_ANSWER_S
         try:
             made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
-        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise many things; all mapped
+        except Exception as error:  # boundary: the SDK, its generated clients and aiohttp raise many types; all mapped
             await self._end_half_made(error)
             raise daytona_error(error, "create") from error
         return Connection(sandbox_id=made.id)
@@ -81,12 +258,12 @@ class DaytonaService:
         return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
-        """A creation that timed out names the sandbox that may still come up."""
+        """End the sandbox that a timed-out creation names: it may still come up."""
         if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
             try:
                 await self.kill(str(sandbox_id))
             except SandboxError:
-                # The sweep by label is next, and then its time to live.
+                # The sweep by label ends it next, or else its time to live.
                 return
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
@@ -108,10 +285,10 @@ class DaytonaService:
                 raise mapped from error
 
     async def get(self, sandbox_id: str) -> Any:
-        """The SDK's own object for a living sandbox.
+        """Return the SDK's object of a living sandbox.
 
         Raises:
-            SandboxGoneError: there is none, or it has ended.
+            SandboxGoneError: the sandbox does not exist or has ended.
         """
         try:
             found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
@@ -132,5 +309,5 @@ class DaytonaService:
 
 
 def _is_image(template: str) -> bool:
-    """True for `org/name:tag`; names of snapshots have neither a slash nor a colon."""
+    """Return True for `org/name:tag`; snapshot names contain neither a slash nor a colon."""
     return "/" in template or ":" in template

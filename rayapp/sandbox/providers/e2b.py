@@ -1,10 +1,10 @@
-"""E2B: its cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager. Called by `table.py` only.
+"""E2B: its cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager.
 
     E2BProvider -> ServiceProvider (deadlines, late answers) -> SdkService    (dialect e2b: the SDK's control plane)
-                                                            '-> KruiseService (dialect kruise: see `kruise.py`)
+                                                            '-> KruiseService (dialect kruise: see `e2b_channel.py`)
 
-Both reach the inside of a sandbox through the SDK (`e2b_channel.py`). Which SDK versions fit which server:
-docs/sandbox-providers.md.
+Both reach the inside of a sandbox through the SDK (`e2b_channel.py`). docs/sandbox-providers.md lists which SDK
+versions fit which server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from rayapp.config.sandbox import E2BConfig
 from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.e2b_channel import E2BChannel, Lifecycle
+from rayapp.sandbox.providers.e2b_channel import E2BChannel, KruiseService, Lifecycle
 from rayapp.sandbox.providers.errors import E2B, error_of
-from rayapp.sandbox.providers.kruise import KruiseService
 from rayapp.sandbox.providers.service import ServiceProvider
 
 _PAGE = 100
@@ -34,7 +33,7 @@ _LATE_ANSWER_S = 30.0
 
 
 class E2BProvider(ServiceProvider):
-    """See `rayapp.sandbox.leases.RemoteProvider`."""
+    """Makes sandboxes by E2B's protocol; see `rayapp.sandbox.leases.RemoteProvider`."""
 
     def __init__(self, config: E2BConfig, *, api_key: str) -> None:
         service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
@@ -42,7 +41,7 @@ class E2BProvider(ServiceProvider):
 
 
 class SdkService:
-    """See `rayapp.sandbox.providers.service.Service`."""
+    """E2B's control plane through the SDK; see `rayapp.sandbox.providers.service.Service`."""
 
     name = "e2b"
 
@@ -55,7 +54,7 @@ class SdkService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # The key makes the SDK's retries, and ours after a lost answer, give the same sandbox instead of a second one.
+        # With this key, retries (the SDK's, and ours after a lost answer) return the same sandbox, not a second one.
         key = str(uuid.uuid4())
         try:
             return await self._create(spec, labels, ttl_s, timeout_s, key)
@@ -76,7 +75,7 @@ class SdkService:
                 allow_internet_access=self._config.allow_internet,
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
-                # Past the caller's deadline, so that a late answer is heard and its sandbox ended.
+                # Wait past the caller's deadline: a late answer still names the sandbox to end.
                 request_timeout=timeout_s + _LATE_ANSWER_S,
                 **self._options,
             )
@@ -85,7 +84,7 @@ class SdkService:
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
-            # The SDK shows these two to nobody, and a worker that attaches needs them.
+            # The SDK does not expose these two, and a worker that attaches needs them.
             token=made._envd_access_token or "",  # noqa: SLF001
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001
@@ -109,10 +108,10 @@ class SdkService:
             raise control_error(error, "kill") from error
 
     async def is_running(self, sandbox_id: str) -> bool:
-        """Whether the control plane knows it as running.
+        """Return True if the control plane lists the sandbox as running.
 
         Raises:
-            SandboxError: it can't be told.
+            SandboxError: the question could not be answered.
         """
         try:
             info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
@@ -123,7 +122,7 @@ class SdkService:
         return bool(info.state == SandboxState.RUNNING)
 
     async def extend(self, sandbox_id: str, ttl_s: float) -> None:
-        """The sandbox ends ttl_s from now."""
+        """Set the sandbox's end to ttl_s from now."""
         try:
             await AsyncSandbox.set_timeout(
                 sandbox_id, math.ceil(ttl_s), request_timeout=_CALL_TIMEOUT_S, **self._options
@@ -141,14 +140,14 @@ class SdkService:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)
 
     async def close(self) -> None:
-        """The SDK's connections are the process's; there is nothing of this object's own to close."""
+        """Do nothing: the SDK's connections belong to the process, not to this object."""
 
 
 def control_error(error: Exception, what: str) -> SandboxError:
-    """The error for what the SDK raised in a call to the control plane.
+    """Convert an exception of the SDK's control plane to a SandboxError.
 
-    The SDK has several roots: SandboxException, AuthenticationException and ServiceBusyException beside it, and raw
-    errors of its transports.
+    The SDK has several base classes: SandboxException, AuthenticationException, ServiceBusyException, and raw errors
+    of its transports.
 
     Args:
         what: the call, for the message, e.g. `create`.

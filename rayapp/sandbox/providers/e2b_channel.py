@@ -1,42 +1,53 @@
-"""The data plane of E2B: one sandbox through the SDK. Called by `RemoteSandbox`, in the worker's process.
+"""Data plane of E2B (one sandbox through the SDK), and the control plane of OpenKruise's sandbox-manager.
 
 Programs run as processes of the sandbox's agent (envd), stateful code in its Jupyter kernel. The SDK's own time limits
-are kept by the server or not at all, so they are only a help: the deadline that counts is `RemoteSandbox`'s.
+are kept by the server or not at all, so they are only a backup: `RemoteSandbox` keeps the deadline that counts.
+
+OpenKruise's sandbox-manager (also on Alibaba ACK) speaks an older version of E2B's protocol: `POST /sandboxes` but not
+the `/v2` routes with which SDKs since 2.51 create, and ports by path (`…/kruise/<sandbox>/<port>/…`) instead of by host
+name. So `KruiseService` makes the few control calls itself and tells the SDK the ports' URLs; the SDK is not patched.
+Both time limits are always sent: without them the server waits a hundred years for a sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import math
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import e2b
+import httpx
 from e2b.connection_config import ConnectionConfig
 from e2b_code_interpreter import AsyncSandbox
 from packaging.version import Version
 
+from rayapp.config.sandbox import E2BConfig
 from rayapp.core.errors import (
     SandboxDeadlineError,
     SandboxError,
     SandboxGoneError,
     SandboxProtocolError,
     SandboxRateLimitError,
+    SandboxUnavailableError,
 )
-from rayapp.core.types import ExecResult
+from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.providers.errors import E2B, error_of_status, retry_after_s
 from rayapp.sandbox.providers.relay import Hear, Say
-from rayapp.sandbox.providers.session import Sink, run_session
+from rayapp.sandbox.providers.remote import Sink, run_session
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
-"""From headers of one sandbox to the SDK's configuration."""
+"""Makes the SDK's configuration from one sandbox's headers."""
 
 
 class _Counted:
-    """Ends a command that writes without end: the SDK keeps all that it reads."""
+    """Ends a command that writes without end, because the SDK keeps everything it reads."""
 
     def __init__(self, max_chars: int) -> None:
         self.room = max_chars
@@ -49,7 +60,7 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifecycle:
-    """The control plane's calls about one sandbox, as the channel needs them."""
+    """The control plane's calls about one sandbox that the channel needs."""
 
     is_running: Callable[[str], Awaitable[bool]]
     extend: Callable[[str, float], Awaitable[None]]
@@ -57,7 +68,7 @@ class Lifecycle:
 
 
 class E2BChannel:
-    """See `rayapp.sandbox.providers.remote.Channel`."""
+    """Data plane of one sandbox, used in the worker's process; see `rayapp.sandbox.providers.remote.Channel`."""
 
     def __init__(self, connection: Connection, make_config: MakeConfig, lifecycle: Lifecycle) -> None:
         self._id = connection.sandbox_id
@@ -65,7 +76,7 @@ class E2BChannel:
         headers = {"E2b-Sandbox-Id": self._id, "E2b-Sandbox-Port": str(ConnectionConfig.envd_port)}
         if connection.token:
             headers["X-Access-Token"] = connection.token
-        # The SDK's `connect` would ask the control plane once per lease; all it would learn is in the connection.
+        # Don't use the SDK's `connect`: it would ask the control plane once per lease for data that the connection has.
         self._sandbox = AsyncSandbox(
             sandbox_id=self._id,
             sandbox_domain=connection.endpoint or None,
@@ -89,7 +100,7 @@ class E2BChannel:
             return str(error.stdout)
         except SandboxError:
             if output.room < 0:
-                return ""  # code that wrote past its watcher; there is no report to be found in it
+                return ""  # code wrote past its watcher; the output holds no report
             raise
         return str(result.stdout)
 
@@ -99,7 +110,7 @@ class E2BChannel:
                 text,
                 on_stdout=lambda message: out(message.line),
                 on_stderr=lambda message: err(message.line),
-                # Longer than ours: a time limit of the SDK's would hide whether the code or the way was slow.
+                # Longer than our deadline: a time limit of the SDK would hide whether the code or the network was slow.
                 timeout=timeout_s + 60.0,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -148,7 +159,7 @@ class E2BChannel:
             return await call
         except (e2b.CommandExitException, e2b.NotEnoughSpaceException, e2b.InvalidArgumentException):
             raise
-        except Exception as error:  # boundary: the SDK, its transports and its decoders raise many things; all mapped
+        except Exception as error:  # boundary: the SDK, its transports and its decoders raise many types; all mapped
             raise await self._translated(error, what) from error
 
     async def _translated(self, error: Exception, what: str) -> SandboxError:
@@ -158,14 +169,160 @@ class E2BChannel:
             return SandboxGoneError(text)
         if isinstance(error, e2b.RateLimitException):
             return SandboxRateLimitError(text)
-        # A TimeoutException may be a slow answer or a dead sandbox: only asking tells.
+        # A TimeoutException may mean a slow answer or a dead sandbox: ask the control plane.
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 is_running = await self._lifecycle.is_running(self._id)
         except (SandboxError, TimeoutError):
-            return SandboxDeadlineError(f"{text} (and whether it still lives could not be found out)")
+            return SandboxDeadlineError(f"{text} (and could not check whether it is still alive)")
         if not is_running:
             return SandboxGoneError(text)
         if isinstance(error, e2b.TimeoutException | TimeoutError):
             return SandboxDeadlineError(text)
         return SandboxProtocolError(text)
+
+
+_PAGE = 100
+_CALL_TIMEOUT_S = 15.0
+_LATE_ANSWER_S = 30.0
+_MIN_TTL_S = 30
+_EXTENSION = "e2b.agents.kruise.io"
+_DEFAULT_ENVD = "0.1.0"
+
+
+class KruiseConfig(ConnectionConfig):  # type: ignore[misc]
+    """The SDK's configuration, with ports reached by path instead of host name."""
+
+    def __init__(self, ports_url: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._ports_url = ports_url.rstrip("/")
+
+    def get_sandbox_url(self, sandbox_id: str, sandbox_domain: str, port: int | None = None) -> str:
+        return f"{self._ports_url}/{sandbox_id}/{self.envd_port if port is None else port}"
+
+    def get_sandbox_direct_url(self, sandbox_id: str, sandbox_domain: str, port: int | None = None) -> str:
+        return self.get_sandbox_url(sandbox_id, sandbox_domain, port)
+
+
+class KruiseService:
+    """Control plane of a sandbox-manager; see `rayapp.sandbox.providers.service.Service`."""
+
+    name = "e2b"
+
+    def __init__(self, config: E2BConfig, api_key: str) -> None:
+        self._config = config
+        self._api_key = api_key
+        self._ports_url = config.sandbox_url or config.api_url.removesuffix("/").removesuffix("/api")
+        self._client = httpx.AsyncClient(base_url=config.api_url, headers={"X-API-Key": api_key}, timeout=None)
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> Connection:
+        config = self._config
+        body = {
+            "templateID": config.template_of(spec.template) or config.template,
+            "timeout": max(_MIN_TTL_S, math.ceil(ttl_s)),
+            "envVars": dict(spec.env),
+            "allow_internet_access": config.allow_internet,
+            "metadata": {
+                **labels,
+                f"{_EXTENSION}/claim-timeout-seconds": str(config.claim_timeout_s),
+                f"{_EXTENSION}/wait-ready-timeout-seconds": str(config.ready_timeout_s),
+            },
+        }
+        answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s + _LATE_ANSWER_S)
+        made = _object(answer)
+        sandbox_id = made.get("sandboxID")
+        if not isinstance(sandbox_id, str) or not sandbox_id:
+            raise SandboxProtocolError(f"sandbox-manager create: there is no sandboxID in {str(made)[:200]}")
+        return Connection(
+            sandbox_id=sandbox_id,
+            token=str(made.get("envdAccessToken") or ""),
+            version=str(made.get("envdVersion") or _DEFAULT_ENVD),
+        )
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
+        quoted = {urllib.parse.quote(key): urllib.parse.quote(value) for key, value in labels.items()}
+        query = {"metadata": urllib.parse.urlencode(quoted), "limit": str(_PAGE)}
+        while True:
+            answer = await self._call("GET", "/v2/sandboxes", params=query, timeout_s=timeout_s)
+            for item in _ids(answer):
+                yield item
+            token = answer.headers.get("x-next-token")
+            if not token:
+                return
+            query["nextToken"] = token
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        await self._call("DELETE", f"/sandboxes/{sandbox_id}", timeout_s=timeout_s, gone_is_fine=True)
+
+    async def is_running(self, sandbox_id: str) -> bool:
+        """Return True if the manager lists the sandbox as running."""
+        answer = await self._call("GET", f"/sandboxes/{sandbox_id}", timeout_s=_CALL_TIMEOUT_S, gone_is_fine=True)
+        return answer.status_code != 404 and _object(answer).get("state", "running") == "running"
+
+    async def extend(self, sandbox_id: str, ttl_s: float) -> None:
+        """Set the sandbox's end to ttl_s from now."""
+        body = {"timeout": max(_MIN_TTL_S, math.ceil(ttl_s))}
+        answer = await self._call(
+            "POST", f"/sandboxes/{sandbox_id}/timeout", json=body, timeout_s=_CALL_TIMEOUT_S, gone_is_fine=True
+        )
+        if answer.status_code == 404:
+            raise SandboxGoneError(f"sandbox {sandbox_id} is gone")
+
+    def channel(self, connection: Connection) -> E2BChannel:
+        lifecycle = Lifecycle(is_running=self.is_running, extend=self.extend, kill=self.kill)
+        return E2BChannel(connection, self._sdk_config, lifecycle)
+
+    def _sdk_config(self, headers: dict[str, str]) -> KruiseConfig:
+        return KruiseConfig(
+            self._ports_url,
+            api_key=self._api_key,
+            api_url=self._config.api_url,
+            extra_sandbox_headers=headers,
+            debug=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(
+        self, method: str, path: str, *, timeout_s: float, gone_is_fine: bool = False, **parts: Any
+    ) -> httpx.Response:
+        what = f"sandbox-manager {method} {path}"
+        try:
+            answer = await self._client.request(method, path, timeout=timeout_s, **parts)
+        except httpx.TimeoutException as error:
+            raise SandboxDeadlineError(f"{what}: no answer within {timeout_s:g} s ({type(error).__name__})") from None
+        except httpx.HTTPError as error:
+            raise SandboxUnavailableError(f"{what}: {type(error).__name__}: {error}") from None
+        if answer.status_code < 300 and answer.content and _json(answer) is None:
+            raise SandboxProtocolError(f"{what}: {answer.status_code}: no JSON but {answer.text[:200]!r}")
+        if answer.status_code < 300 or (gone_is_fine and answer.status_code == 404):
+            return answer
+        text = f"{what}: {answer.status_code}: {answer.text[:300]}"
+        if answer.status_code == 403:
+            text += " (quota)"  # the manager's answer when a quota is met
+        wait_s = retry_after_s(answer.headers.get("retry-after"))
+        raise error_of_status(answer.status_code, text, E2B, wait_s=wait_s)
+
+
+def _ids(answer: httpx.Response) -> list[str]:
+    found = _json(answer)
+    if not isinstance(found, list) or not all(isinstance(item, dict) and "sandboxID" in item for item in found):
+        raise SandboxProtocolError(f"sandbox-manager answered no list of sandboxes: {answer.text[:200]!r}")
+    return [str(item["sandboxID"]) for item in found]
+
+
+def _json(answer: httpx.Response) -> object:
+    try:
+        return answer.json()
+    except ValueError:
+        return None
+
+
+def _object(answer: httpx.Response) -> dict[str, object]:
+    found = _json(answer)
+    if not isinstance(found, dict):
+        raise SandboxProtocolError(f"sandbox-manager answered no JSON object: {answer.text[:200]!r}")
+    return found

@@ -1,4 +1,4 @@
-"""What a service's HTTP status means, as errors of ours: one table for all services. Called by their modules; pure."""
+"""Converts a service's HTTP status to a SandboxError: one table for all services. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rayapp.core.errors import (
 
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
-"""What an SDK raises when an answer is not what it expects. Its own errors are none of these."""
+"""Exceptions of an SDK that meets an unexpected answer. None of them is an SDK's own error type."""
 MAX_WAIT_S = 600.0
-"""A service that asks for more is asked again after this: a nonsense header must not stop a run for days."""
+"""Longest pause that a service may ask for: a nonsense header must not stop a run for days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """How one service says that a quota is met, and what to check when it refuses for good."""
+    """Words with which one service reports a full quota, and the hint for permanent refusals."""
 
     quota_words: tuple[str, ...]
     quota_statuses: tuple[int, ...]
@@ -51,13 +51,13 @@ def error_of(
     is_late: bool,
     wait_s: float | None = None,
 ) -> SandboxError:
-    """The error for what an SDK raised.
+    """Return the SandboxError for an SDK's exception.
 
     Args:
-        text: of the message.
-        status: HTTP status of the answer; None where there was none, or none is known.
-        is_late: there was no answer in time.
-        wait_s: how long the service asks to wait.
+        text: text of the message.
+        status: HTTP status of the answer; None if there was no answer or the status is unknown.
+        is_late: True if there was no answer in time.
+        wait_s: pause in seconds that the service asks for.
     """
     if is_late:
         return SandboxDeadlineError(text)
@@ -67,7 +67,7 @@ def error_of(
 
 
 def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float | None = None) -> SandboxError:
-    """The error for an HTTP status of the control plane; see `error_of`."""
+    """Return the SandboxError for an HTTP status of the control plane; see `error_of`."""
     if status in wording.quota_statuses and any(word in text.lower() for word in wording.quota_words):
         return SandboxQuotaError(text)
     if status == 429:
@@ -78,13 +78,13 @@ def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float |
 
 
 def retry_after_s(text: str | None) -> float | None:
-    """Seconds that a Retry-After header asks to wait; None where it says nothing usable.
+    """Return the seconds that a Retry-After header asks for; None if it is unusable.
 
-    The header's other form, a date, is not used: it would be read against this machine's clock, which may be off.
+    The header's other form, a date, is ignored: this machine's clock may be off.
     """
     try:
         seconds = float(text or "")
     except ValueError:
         return None
-    # Comparisons with NaN are false, so NaN ends here as well.
+    # Comparisons with NaN are false, so NaN gives None as well.
     return min(seconds, MAX_WAIT_S) if seconds >= 0 else None

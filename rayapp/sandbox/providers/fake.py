@@ -1,11 +1,11 @@
-"""Sandboxes that run nothing and answer what a script says: to test tasks, and the pool, without a provider.
+"""Sandboxes that run no code and give scripted answers, to test tasks and the pool without a provider.
 
     provider = FakeProvider(respond=lambda code: "42\\n")        every run_code prints 42
     provider.fail_next("create", SandboxQuotaError("full"))      one call fails; more calls, more failures
     provider.hang_next("create")                                 one call answers only after `let_go()`
 
-`faults` makes a set share of all calls fail in every way a provider can, repeatably. What happened is in `living`,
-`created`, `killed` and `calls`. Every call still has its deadline.
+`faults` makes a set share of all calls fail in every way a provider can, repeatably. The attributes `living`,
+`created`, `killed` and `calls` record the calls. Every call still has its deadline.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, S
 from rayapp.sandbox.leases import Connection
 
 Respond = Callable[[str], ExecResult | str]
-"""From code to what running it gives; text is its stdout."""
+"""Returns the result of code; a string is the stdout of the result."""
 Call = Callable[[str, str, Sequence[object]], object]
-"""From code, function name and arguments to the value; what it raises is the call's error."""
+"""Returns the value for code, function name and arguments; an exception becomes the call's error."""
 
 _REMEMBERED = 1000
-"""So that a pool that grows is seen to grow, and not this."""
+"""Calls kept in the records: in soak tests the pool's memory should be seen to grow, not this object's."""
 
 
 class FakeProvider:
-    """See `rayapp.sandbox.leases.RemoteProvider`.
+    """Makes fake sandboxes; see `rayapp.sandbox.leases.RemoteProvider`.
 
     Args:
-        name: what results and the pool call it.
-        respond: what code prints; default: nothing.
-        call: what a function returns; default: None.
-        latency_s: of each call.
-        fail_share: of calls that fail, in all ways.
-        seed: which of them.
-        max_alive: a quota; 0 is none.
+        name: provider name in results and in the pool.
+        respond: output of code; default: none.
+        call: result of a function; default: None.
+        latency_s: duration of each call.
+        fail_share: share of calls that fail, in all ways.
+        seed: selects the failing calls.
+        max_alive: quota of living sandboxes; 0 is none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FakeProvider:
         """Labels by id."""
         self.created: list[str] = []
         self.killed: list[str] = []
-        """Ids, the last _REMEMBERED of them."""
+        """Ids of the last _REMEMBERED killed sandboxes."""
         self.calls: Counter[str] = Counter()
         self.extended: dict[str, float] = {}
         """Last ttl_s by id."""
@@ -86,19 +86,19 @@ class FakeProvider:
         return self._name
 
     def fail_next(self, method: str, *errors: SandboxError) -> None:
-        """The next calls of this method raise these, one each."""
+        """Make the next calls of this method raise these errors, one each."""
         self._scripted[method].extend(errors)
 
     def hang_next(self, method: str) -> None:
-        """The next call of this method waits for `let_go`."""
+        """Make the next call of this method wait for `let_go`."""
         self._scripted[method].append(None)
 
     def let_go(self) -> None:
-        """Every call that hangs goes on, now and from now on."""
+        """Let every hanging call go on, now and in future."""
         self._gate.set()
 
     def lose(self, sandbox_id: str) -> None:
-        """A sandbox dies by itself."""
+        """Let a sandbox die by itself."""
         self.living.pop(sandbox_id, None)
 
     async def create(
@@ -112,7 +112,7 @@ class FakeProvider:
         self.created.append(sandbox_id)
         del self.created[:-_REMEMBERED]
         if self._fails():
-            # It exists, and its creator never learns its id: the sweep has to find it.
+            # The sandbox exists but its creator never learns the id: the sweep has to find it.
             raise SandboxDeadlineError("the reply to create was lost")
         return FakeSandbox(self, Connection(sandbox_id=sandbox_id))
 
@@ -135,7 +135,7 @@ class FakeProvider:
         self.is_closed = True
 
     async def answer(self, method: str) -> None:
-        """Every call comes through here: it takes its time, or fails as scripted.
+        """Delay or fail a call as scripted. Every call passes through here.
 
         Raises:
             SandboxError: as scripted, or by chance.
@@ -165,7 +165,7 @@ _WAYS_TO_FAIL: tuple[Callable[[], SandboxError], ...] = (
 
 
 class FakeSandbox:
-    """See `rayapp.core.protocols.Sandbox`. Made by `FakeProvider`."""
+    """One fake sandbox, made by `FakeProvider`; see `rayapp.core.protocols.Sandbox`."""
 
     def __init__(self, provider: FakeProvider, connection: Connection) -> None:
         self._provider = provider

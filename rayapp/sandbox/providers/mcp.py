@@ -1,9 +1,9 @@
-"""A remote MCP server with the tools run_code, run_code_once and run_command. Called by `table.py` only.
+"""Sandboxes of a remote MCP server with the tools run_code, run_code_once and run_command.
 
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
 The protocol has no call to list, extend or end a sandbox: a session is its only handle. So the process that uses the
-sandbox opens the session, the pool only counts, and the time to live sent with it is what ends a sandbox there.
+sandbox opens the session, the pool only counts, and the sandbox ends by the time to live sent at its start.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from rayapp.core.errors import (
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
-from rayapp.sandbox.providers.remote import RemoteSandbox
-from rayapp.sandbox.providers.session import Sink, run_session
+from rayapp.sandbox.providers.remote import RemoteSandbox, Sink, run_session
 from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
 
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
-"""Codes of OpenKruise's server, besides JSON-RPC's own."""
+"""Error codes of OpenKruise's server, besides those of JSON-RPC."""
 _CHUNK_BYTES = 48_000
 _NO_LASTING = "provider mcp with tool: once has no sandbox that lasts; use tool: session"
 
 
 class McpProvider:
-    """See `rayapp.core.protocols.SandboxProvider`. `list` and `kill` know the sandboxes of this object only."""
+    """Makes sandboxes by opening sessions; see `rayapp.core.protocols.SandboxProvider`.
+
+    `list` and `kill` cover only the sandboxes of this object.
+    """
 
     name = "mcp"
 
@@ -61,7 +63,7 @@ class McpProvider:
         return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        """A sandbox of this object. A session can't be handed to another process."""
+        """Return a sandbox that this object created. Sessions can't be passed to another process."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(f"sandbox {connection.sandbox_id} is not of this process, or has ended")
@@ -99,7 +101,7 @@ class McpProvider:
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
-    """See `rayapp.sandbox.providers.remote.Channel`."""
+    """Data plane of one session; see `rayapp.sandbox.providers.remote.Channel`."""
 
     id: str
     session: McpSession
@@ -121,12 +123,12 @@ class McpChannel:
         return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
+        # The watcher sets the spec's environment itself, so only the one argument that every server knows is needed.
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
-        # In an interpreter of its own: the server's is a notebook's, which catches what is printed on its own terms.
+        # Run it in a separate interpreter: the server's is a notebook's, which captures prints in its own way.
         code = (
             "import os, subprocess, sys\n"
             f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
@@ -183,10 +185,10 @@ class McpChannel:
         self.on_end(self.id)
 
     async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
-        """The structured answer of a tool.
+        """Call a tool and return its structured answer.
 
         Raises:
-            SandboxError: it did not answer, or answered that it could not.
+            SandboxError: no answer, or the answer is an error.
         """
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
@@ -200,7 +202,7 @@ class McpChannel:
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
-        """The tool takes no environment: the session's interpreter gets it before the first code."""
+        """Set the spec's environment in the interpreter before its first code: the tool takes no environment."""
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
@@ -227,12 +229,12 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
 
 
 async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
-    """The session, once it is open.
+    """Open the session and return it.
 
     Raises:
         SandboxConfigError: the server refuses the key.
-        SandboxDeadlineError: it did not answer in time.
-        SandboxUnavailableError: it can't be reached, or speaks no MCP.
+        SandboxDeadlineError: no answer in time.
+        SandboxUnavailableError: the server can't be reached, or does not speak MCP.
     """
     try:
         await session.open(timeout_s=timeout_s)
@@ -261,8 +263,8 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """The error behind a tool's word that it failed. The server reports failed sandboxes and failed code alike, but
-    code that fails is in our own report: what is left is the sandbox."""
+    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but our
+    own report covers failed code: what is left is the sandbox."""
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")

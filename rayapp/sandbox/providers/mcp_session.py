@@ -1,7 +1,7 @@
-"""One session with an MCP server. Used by the sandbox provider `mcp.py` and by the tools' `mcp_link.py`.
+"""One session with an MCP server, for the sandbox provider `mcp.py` and the tools' `mcp_link.py`.
 
-The SDK's client must be entered and left by the same task, while calls come from many: so a task of its own holds the
-session, and calls go through it, side by side. Errors are the protocol's; each caller turns them into its own.
+The SDK's client must be entered and left by the same task, while calls come from many tasks: so one task holds the
+session, and concurrent calls go through it. Errors are the protocol's; each caller converts them to its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
 _MAX_EVENT_BYTES = 40 << 20
-"""Longest answer: the largest report of a sandbox takes 14 MiB, and a server sends it as text and as structure."""
+"""Longest answer: a sandbox's largest report takes 14 MiB, and a server sends it as text and as structure."""
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
 _TIMEOUT = httpx2.Timeout(30.0, read=None, pool=None)
 Wrap = Callable[[httpx2.AsyncBaseTransport], httpx2.AsyncBaseTransport]
 
 
 class RpcError(Exception):
-    """The protocol's answer to a call is an error."""
+    """An error of the protocol, received as the answer to a call."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -41,26 +41,26 @@ class RpcError(Exception):
 
     @property
     def is_lost(self) -> bool:
-        """True if it is the session that failed: only the text tells, whether it comes from the SDK or the server."""
+        """True if the session itself failed. Only the text shows it, whether from the SDK or from the server."""
         return any(word in str(self).lower() for word in _LOST)
 
 
 class McpSession:
-    """`open` opens it, `close` ends it.
+    """A session with an MCP server; `open` opens it, `close` ends it.
 
     Args:
-        url: of the server.
-        headers: with the key.
-        wrap: puts a transport around the one that sends the requests.
+        url: URL of the server.
+        headers: HTTP headers, with the key.
+        wrap: wraps the HTTP transport that sends the requests.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, wrap: Wrap | None = None) -> None:
-        # The SDK is a second and a half of imports: not in each process of a run that asks no server, and here rather
-        # than under the deadline of `open`.
+        # Importing the SDK takes 1.5 s: do it neither in processes that use no server nor under the deadline of
+        # `open`.
         import mcp.client.streamable_http  # noqa: F401
 
         self.status = 0
-        """The last HTTP status. The SDK raises one error for every status, and a wrong key is not a busy server."""
+        """Last HTTP status. The SDK raises one error for all statuses, but a wrong key differs from a busy server."""
         self._url = url
         self._headers = dict(headers)
         self._wrap = wrap
@@ -73,11 +73,11 @@ class McpSession:
         return self._client is not None and not self._is_over.is_set()
 
     async def open(self, *, timeout_s: float) -> None:
-        """Connect and shake hands.
+        """Connect and complete the handshake.
 
         Raises:
             TimeoutError: no answer in time.
-            Exception: what failed first, an error of the SDK or of its transport; `status` may say more.
+            Exception: the first failure, an error of the SDK or of its transport; `status` may say more.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"MCP session {self._url}")
@@ -96,12 +96,12 @@ class McpSession:
             transport = streamable_http_client(
                 self._url, http_client=(http := self._http()), max_sse_event_size=_MAX_EVENT_BYTES
             )
-            # `legacy`: the servers in question keep sessions, and the newer protocol's probe has none.
+            # `legacy`: the servers we use keep sessions, and the newer protocol's probe has none.
             async with http, Client(transport, mode="legacy") as client:
                 self._client = client
                 ready.set_result(None)
                 await self._is_over.wait()
-        except Exception as error:  # boundary: the SDK raises groups of many things; told to whoever waits
+        except Exception as error:  # boundary: the SDK raises groups of many types; passed to the waiting caller
             if not ready.done():
                 ready.set_exception(first_error(error))
             else:
@@ -113,7 +113,7 @@ class McpSession:
 
     def _http(self) -> httpx2.AsyncClient:
         hooks: Any = {"response": [self._note_status]}
-        # No transport of ours where nothing has to be around it: the client's own knows the proxies of the environment.
+        # Without `wrap` use the client's own transport: it honours the environment's proxies.
         transport = (
             self._wrap(httpx2.AsyncHTTPTransport(verify=_certificates(), limits=_LIMITS)) if self._wrap else None
         )
@@ -130,7 +130,7 @@ class McpSession:
         self.status = response.status_code
 
     async def list_tools(self) -> list[Any]:
-        """The server's descriptions of all its tools."""
+        """Return the server's descriptions of all its tools."""
         found: list[Any] = []
         cursor = None
         while True:
@@ -141,12 +141,12 @@ class McpSession:
                 return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Call a tool. Returns the server's answer, which may say that the tool failed.
+        """Call a tool. Returns the server's answer, which may report a failure of the tool.
 
         Raises:
             TimeoutError: no answer in time.
             RpcError: the answer is an error of the protocol; `is_lost` if the session is over with it.
-            Exception: anything else of the SDK and its transport: the session is lost.
+            Exception: any other error of the SDK and its transport: the session is lost.
         """
         from mcp import MCPError
         from mcp_types import REQUEST_TIMEOUT
@@ -156,7 +156,7 @@ class McpSession:
             async with asyncio.timeout(timeout_s + 1.0):
                 return await client.call_tool(tool, dict(arguments), read_timeout_seconds=timeout_s)
         except MCPError as error:
-            # The text as well: servers use this code for a key that they refuse.
+            # Check the text as well: servers also use this code for a key that they refuse.
             if error.code == REQUEST_TIMEOUT and "timed out" in error.message.lower():
                 raise TimeoutError(error.message) from None
             raise RpcError(error.code, error.message) from error
@@ -166,7 +166,7 @@ class McpSession:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._open_client().send_ping()
-        except Exception:  # boundary: as above; no answer is the answer
+        except Exception:  # boundary: as above; any failure means no
             return False
         return True
 
@@ -176,7 +176,7 @@ class McpSession:
         return self._client
 
     def end(self) -> None:
-        """Let the holder leave; it does so by itself."""
+        """Let the task that holds the session leave it, without waiting for that."""
         self._is_over.set()
 
     async def close(self, *, timeout_s: float = 5.0) -> None:
@@ -191,5 +191,5 @@ class McpSession:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Whom to trust, read once: reading them takes 25 ms, and there is a client for every session."""
+    """Return the trusted certificates, read once: reading takes 25 ms, and each session has its own client."""
     return httpx2.create_ssl_context()

@@ -1,9 +1,9 @@
-"""The loopback of a remote sandbox: a relay in it carries connections over a command's stdin and stdout.
+"""The loopback of a remote sandbox: a relay program in it carries connections over its stdin and stdout.
 
     program in the sandbox -- TCP --> relay_program.py -- lines --> hear() -- a pair of sockets --> Loopback.accept()
 
-No port of the sandbox is open to anybody, and it needs no network. The lines are written next to hostile code: whoever
-forges them reaches what the loopback leads to, which it may reach anyway. Called by `remote.py`.
+No port of the sandbox is opened, and it needs no network. The lines are written next to hostile code: forged lines
+reach the service behind the loopback, which that code may reach anyway.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES
 from rayapp.sandbox.verdict.program import new_nonce
 
 _SOURCE = Path(relay_program.__file__).read_text()
+_MOST_UNREAD_BYTES = 64 << 20
+"""Bytes of all connections together that the gateway has not read yet."""
 Hear = Callable[[str], Awaitable[None]]
 Say = Callable[[str], Awaitable[None]]
 
 
 class Converse(Protocol):
-    """Of a channel: run a program with the sandbox's python3, beside other calls, until it ends or this is cancelled.
+    """Runs a program with the sandbox's python3, beside other calls of the channel, until it ends or is cancelled.
 
     Args:
-        hear: gets what it prints, piece by piece.
-        started: gets what writes to its standard input.
+        hear: called with the program's output, piece by piece.
+        started: called with the function that writes to its standard input.
     """
 
     async def __call__(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None: ...
@@ -41,12 +43,12 @@ class Converse(Protocol):
 
 @asynccontextmanager
 async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loopback]:
-    """A relay for the length of a block, which is cancelled when the way breaks off.
+    """Run a relay for the length of a block; the block is cancelled when the relay fails.
 
     Args:
         timeout_s: until the relay listens.
     Raises:
-        SandboxError: there is no relay, or not any more.
+        SandboxError: the relay did not start, or has ended.
     """
     with one_error():
         async with asyncio.TaskGroup() as group:
@@ -73,7 +75,7 @@ class _Relay:
         self._saying = asyncio.Lock()  # lines of several connections must not mix
         self._accepted = asyncio.Queue[socket.socket]()
         self._writers = dict[int, asyncio.StreamWriter]()
-        self._last = 0
+        self._seen = set[int]()
 
     async def run(self, converse: Converse) -> None:
         await converse(f"{_SOURCE}\nasyncio.run(main({self._mark!r}))\n", self._hear, self._started)
@@ -103,16 +105,20 @@ class _Relay:
     async def _take(self, number: int, data: bytes) -> None:
         if number == 0:
             self._listens(json.loads(data))
-        elif number > self._last and data:
+        elif number > 0 and number not in self._seen:
             await self._open(number)
         if (writer := self._writers.get(number)) is None:
             return
-        with suppress(ConnectionError):
-            if data:
-                writer.write(data)
-                await writer.drain()
-            else:
-                writer.close()
+        if data:
+            writer.write(data)
+            self._check_unread()
+        else:
+            writer.close()
+
+    def _check_unread(self) -> None:
+        """Limit the unread bytes in memory. Waiting instead would stop the other connections, whose lines come next."""
+        if sum(writer.transport.get_write_buffer_size() for writer in self._writers.values()) > _MOST_UNREAD_BYTES:
+            raise SandboxProtocolError(f"the relay in the sandbox sent {_MOST_UNREAD_BYTES} bytes that were not read")
 
     def _listens(self, told: dict[str, object]) -> None:
         if not self.ready.done():
@@ -120,7 +126,7 @@ class _Relay:
             self.ready.set_result(Loopback(port=port, folder=folder, accept=self._accepted.get))
 
     async def _open(self, number: int) -> None:
-        self._last = number
+        self._seen.add(number)
         if len(self._writers) >= MOST_CONNECTIONS:
             raise SandboxProtocolError("the relay in the sandbox holds more connections than it may")
         own, other = socket.socketpair()
@@ -136,9 +142,9 @@ class _Relay:
             with suppress(ConnectionError):
                 while data := await reader.read(PIECE_BYTES):
                     await self._send(number, data)
-            await self._send(number, b"")
         finally:
             self._writers.pop(number).close()
+        await self._send(number, b"")  # after `pop`: then the sandbox admits another connection
 
     async def _send(self, number: int, data: bytes) -> None:
         assert self._say is not None, "nothing is heard before it has started"

@@ -1,10 +1,10 @@
-"""Runs inside a remote sandbox: listens on its loopback, and carries what connects there over its stdin and stdout.
+"""Runs inside a remote sandbox: listens on its loopback and carries connections over its stdin and stdout.
 
     program -- TCP --> this -- lines on stdout --> relay.py        this <-- lines on stdin -- relay.py
 
-A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of it, zlib in base64; without data it
-has ended. Line 0 tells where this listens, and a folder of its own. Self-contained (standard library only, Python 3.9):
-`relay.py` sends its source.
+A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of its bytes, zlib in base64; a line
+without data ends the connection. Line 0 gives the listening port and a folder of its own. Self-contained (standard
+library only, Python 3.9): `relay.py` sends its source.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ import tempfile
 import zlib
 
 PIECE_BYTES = 32768
-"""Of a connection in a line: some servers drop lines of 64 KiB and more."""
-MOST_CONNECTIONS = 40
-"""At once; others wait."""
+"""Bytes of a connection in one line: some servers drop lines of 64 KiB and more."""
+MOST_CONNECTIONS = 256
+"""Most connections carried at once; others wait."""
+
+Carried = tuple[asyncio.StreamWriter, asyncio.Event]
+"""A connection, and an event that is set when relay.py has ended it."""
 
 
 def line_of(mark: str, number: int, data: bytes) -> bytes:
-    """A line with its end."""
+    """Return one line, with its newline."""
     return f"{mark} {number} {base64.b64encode(zlib.compress(data, 1)).decode() if data else ''}\n".encode()
 
 
 def parts_of(line: str) -> tuple[int, bytes]:
-    """Number and piece of what follows the mark. Raises ValueError, zlib.error: it is no such line."""
+    """Parse the text after the mark to number and piece. Raises ValueError or zlib.error if it is malformed."""
     number, _, packed = line.strip().partition(" ")
     data = base64.b64decode(packed, validate=True)
     return int(number), zlib.decompressobj().decompress(data, PIECE_BYTES) if data else b""
 
 
 async def main(mark: str) -> None:
-    """Until stdin ends."""
-    writers: dict[int, asyncio.StreamWriter] = {}
+    """Carry connections until stdin ends."""
+    carried: dict[int, Carried] = {}
     numbers, room = itertools.count(1), asyncio.Semaphore(MOST_CONNECTIONS)
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with room:
-            number = next(numbers)
-            writers[number] = writer
+            number, is_ended = next(numbers), asyncio.Event()
+            carried[number] = writer, is_ended
             try:
                 while data := await reader.read(PIECE_BYTES):
                     _say(line_of(mark, number, data))
             except OSError:
                 pass
-            finally:
-                writers.pop(number, None)
-                _say(line_of(mark, number, b""))
-                writer.close()
+            _say(line_of(mark, number, b""))
+            await is_ended.wait()  # relay.py counts the connection until then
+            del carried[number]
 
-    server = await asyncio.start_server(carry, "127.0.0.1", 0)
+    server = await asyncio.start_server(carry, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)
     home = os.environ.get("HOME")
     folder = tempfile.mkdtemp(prefix="agent-", dir=home if home and os.access(home, os.W_OK) else None)
     told = {"port": server.sockets[0].getsockname()[1], "folder": folder}
     _say(line_of(mark, 0, json.dumps(told).encode()))
-    await _hear(mark, writers)
+    await _hear(mark, carried)
 
 
 def _say(line: bytes) -> None:
@@ -67,16 +69,18 @@ def _say(line: bytes) -> None:
         line = line[os.write(1, line) :]
 
 
-async def _hear(mark: str, writers: dict[int, asyncio.StreamWriter]) -> None:
+async def _hear(mark: str, carried: dict[int, Carried]) -> None:
     lines = asyncio.StreamReader(limit=4 * PIECE_BYTES)
     stdin = os.fdopen(0, "rb", 0, closefd=False)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), stdin)
     while line := await lines.readline():
         said, _, rest = line.decode().partition(" ")
         number, data = parts_of(rest) if said == mark else (0, b"")
-        if (writer := writers.get(number)) is None:
+        if number not in carried:
             continue
+        writer, is_ended = carried[number]
         if data:
             writer.write(data)
         else:
             writer.close()
+            is_ended.set()

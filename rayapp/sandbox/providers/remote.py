@@ -1,26 +1,32 @@
-"""A sandbox behind a provider's service: one class for all of them, over the few things in which they differ.
+"""A sandbox behind a provider's service: one class for all providers, over a channel with their differences.
 
     RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a program, files, life and death
 
-Code and functions run in a fresh interpreter under a watcher of ours (`watcher.py`), which keeps the deadline and
-the caps inside the sandbox. The channel gets that much time and a margin; what takes longer is the provider's failure.
+Code and functions run in a fresh interpreter under our watcher (`watcher.py`), which keeps the deadline and the caps
+inside the sandbox. The channel's deadline is longer by a margin; if it passes, the provider has failed.
+
+Stateful code runs in the provider's own interpreter, without our watcher. So `run_session` keeps deadline and output
+cap from outside, and a last line of ours tells a complete stream from one that broke off.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
-from rayapp.core.types import CallReport, ExecResult, SandboxSpec
+from rayapp.core.types import CallReport, ExecOutcome, ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.providers.relay import Converse, relayed
 from rayapp.sandbox.verdict import program, results
-from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
+from rayapp.sandbox.verdict.codec import clean, encode_inputs, off_the_loop
+from rayapp.sandbox.verdict.program import new_nonce
+from rayapp.sandbox.verdict.results import failure
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
 
 T = TypeVar("T")
@@ -28,13 +34,13 @@ _CALLS_OUTPUT_BYTES = 65536
 
 
 class Channel(Protocol):
-    """What one provider can do with one sandbox. Errors are those of `rayapp.core.errors`."""
+    """One provider's operations on one sandbox. Errors are those of `rayapp.core.errors`."""
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         """Run a program with the sandbox's python3, in an interpreter of its own. Returns its stdout.
 
-        Output longer than `max_chars` may be cut, or end it. However the program ended: an exit status is no error. A
-        sandbox that died is.
+        Output longer than `max_chars` may be cut, or end the program. A nonzero exit status is no error; a sandbox
+        that died is one.
         """
         ...
 
@@ -53,14 +59,14 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RemoteSandbox:
-    """See `rayapp.core.protocols.Sandbox`."""
+    """Runs jobs through a channel; see `rayapp.core.protocols.Sandbox`."""
 
     provider: str
     connection: Connection
     channel: Channel
     spec: SandboxSpec
     margin_s: float
-    """For the way to the provider and back, and to start an interpreter there. Not the code's time."""
+    """Seconds for the network and for starting an interpreter, beyond the code's own time limit."""
 
     @property
     def id(self) -> str:
@@ -99,7 +105,7 @@ class RemoteSandbox:
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
-        """See `rayapp.sandbox.loopback`."""
+        """Open the sandbox's loopback; see `rayapp.sandbox.loopback`."""
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
             raise SandboxConfigError(f"sandboxes of {self.provider} run no program that can be talked with")
@@ -140,7 +146,7 @@ class RemoteSandbox:
 
     async def _report(
         self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int
-    ) -> results.Answer | ExecResult:
+    ) -> results.RawResult | ExecResult:
         nonce = program.new_nonce()
         full = {
             **job,
@@ -153,7 +159,7 @@ class RemoteSandbox:
         found = await self._find_report(full, nonce, timeout_s + self.margin_s, max_bytes)
         if found is not None:
             return program.read_report(found, max_output_bytes=max_output_bytes)
-        # The program ended and said nothing: the code killed its watcher, or the whole sandbox.
+        # The program ended without a report: the code killed its watcher, or the whole sandbox.
         if not await self.alive():
             raise SandboxGoneError(f"sandbox {self.id} ended while code ran in it")
         return results.failure(results.NO_REPORT, self.provider, exit_code=-9)
@@ -165,7 +171,7 @@ class RemoteSandbox:
         run = self.channel.run_python(program.source(job), timeout_s=timeout_s, max_chars=max_chars)
         said = await self._in_time(run, timeout_s)
         if len(said) > max_chars:
-            return None  # the watcher writes no such; the code did, past it
+            return None  # not written by the watcher but by the code
         return await off_the_loop(len(said), lambda: program.find_report(said, nonce))
 
     async def _in_time(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
@@ -178,3 +184,90 @@ class RemoteSandbox:
             raise SandboxDeadlineError(
                 f"sandbox {self.id}: provider {self.provider} did not answer within {timeout_s:g} s"
             ) from None
+
+
+_PROBE_TIMEOUT_S = 10.0
+Sink = Callable[[str], None]
+Run = Callable[[str, Sink, Sink], Awaitable[str]]
+"""(code, stdout, stderr) -> `ValueError: …` if the code raised, else empty. Cancelling the call stops the code."""
+
+
+async def run_session(
+    provider: str,
+    code: str,
+    run: Run,
+    alive: Callable[..., Awaitable[bool]],
+    *,
+    timeout_s: float,
+    max_output_bytes: int,
+) -> ExecResult:
+    """Run code in a session by `run`, and return its result.
+
+    Args:
+        alive: the channel's check whether the sandbox lives.
+    Raises:
+        SandboxGoneError: the sandbox died meanwhile.
+        SandboxProtocolError: the answer broke off.
+    """
+    mark = new_nonce()
+    # Room for the mark, and for the newline before it.
+    output = _CappedOutput(max_output_bytes, len(mark) + 2)
+    started = time.monotonic()
+    task = asyncio.ensure_future(run(f"{code}\nprint('{mark}')", output.out, output.err))
+    flooded = asyncio.ensure_future(output.is_full.wait())
+    error, stopped = "", None
+    try:
+        done, _ = await asyncio.wait({task, flooded}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            error = clean(task.result())
+        else:
+            stopped = StopCause.OUTPUT if flooded in done else StopCause.TIMEOUT
+    finally:
+        for pending in (task, flooded):
+            pending.cancel()
+        await asyncio.gather(task, flooded, return_exceptions=True)
+    stdout = output.text("out")
+    is_whole = mark in stdout or bool(error)
+    in_doubt = stopped is StopCause.TIMEOUT or (stopped is None and not is_whole)
+    if in_doubt and not await alive(timeout_s=_PROBE_TIMEOUT_S):
+        raise SandboxGoneError("the sandbox ended while code ran in its session")
+    if stopped is None and not is_whole:
+        raise SandboxProtocolError(f"provider {provider}: the answer of the session broke off")
+    ended = failure(error, provider, exit_code=-9 if stopped else int(bool(error)), stopped_for=stopped)
+    return replace(
+        ended,
+        outcome=ended.outcome if stopped or error else ExecOutcome.OK,
+        stdout=stdout.replace(f"{mark}\n", "").replace(mark, ""),
+        stderr=output.text("err"),
+        duration_s=time.monotonic() - started,
+        truncated=stopped is StopCause.OUTPUT,
+    )
+
+
+class _CappedOutput:
+    """Output of code, up to a limit for each stream; `is_full` once the code printed more."""
+
+    def __init__(self, max_bytes: int, num_extra: int) -> None:
+        self.is_full = asyncio.Event()
+        self._max_bytes = max_bytes
+        self._num_extra = num_extra
+        self._taken = {"out": bytearray(), "err": bytearray()}
+
+    def out(self, text: str) -> None:
+        self._take("out", text)
+
+    def err(self, text: str) -> None:
+        self._take("err", text)
+
+    def _take(self, stream: str, text: str) -> None:
+        taken = self._taken[stream]
+        chunk = text.encode(errors="replace")
+        most = self._max_bytes + self._num_extra
+        if len(taken) + len(chunk) > most:
+            self.is_full.set()
+            del taken[self._max_bytes :]
+            most = self._max_bytes
+        taken += chunk[: max(0, most - len(taken))]
+
+    def text(self, stream: str) -> str:
+        return self._taken[stream].decode(errors="replace")

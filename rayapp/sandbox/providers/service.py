@@ -1,9 +1,9 @@
-"""A provider that is a service: deadlines, late answers and clean-up, the same for all of them.
+"""A provider that is a remote service: deadlines, late answers and clean-up, the same for all services.
 
     ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
 
-A creation whose answer comes after the deadline is killed when it comes. One whose answer was lost is found by the
-label of this object and killed when it closes; the pool's sweep finds it earlier.
+If a creation is answered after its deadline, the sandbox is killed then. If the answer is lost, the sandbox is found by
+this object's label and killed when the object closes; the pool's sweep finds it earlier.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rayapp.sandbox.providers.remote import Channel, RemoteSandbox
 
 log = logging.getLogger(__name__)
 MAKER_LABEL = "rayapp-maker"
-"""Label: the provider object that asked for a sandbox."""
+"""Label: id of the provider object that created a sandbox."""
 _LATE_WAIT_S = 120.0
 _CLOSE_WAIT_S = 5.0
 
 
 class Service(Protocol):
-    """The calls of one service. Errors are those of `rayapp.core.errors`; anything else that an SDK raises stays
-    inside."""
+    """The calls of one service. Raises only errors of `rayapp.core.errors`; implementations convert an SDK's other
+    exceptions."""
 
     name: str
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        """timeout_s is what the caller waits; the call may go on for longer."""
+        """Create a sandbox. timeout_s is the caller's wait; the call may take longer."""
         ...
 
     def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
@@ -48,7 +48,7 @@ class Service(Protocol):
 
 
 class ServiceProvider:
-    """See `rayapp.sandbox.leases.RemoteProvider`.
+    """Adds deadlines and clean-up to a service; see `rayapp.sandbox.leases.RemoteProvider`.
 
     Args:
         answer_within_s: see the field of this name in the provider's configuration.
@@ -144,10 +144,10 @@ class ServiceProvider:
             await self.kill(connection.sandbox_id)
             log.info("%s: sandbox %s answered after its deadline and was ended", self.name, connection.sandbox_id)
         except (SandboxError, TimeoutError) as error:
-            log.warning("%s: a creation past its deadline came to nothing: %s", self.name, error)
+            log.warning("%s: a creation past its deadline failed: %s", self.name, error)
 
     async def _end_what_was_made(self) -> None:
-        """Kill by id what is known, and by label what may exist besides."""
+        """Kill known sandboxes by id, and possible others by label."""
         left = set(self._made)
         try:
             if self._has_lost:

@@ -1,8 +1,7 @@
-"""From configuration to provider objects. Each SDK is imported only when its provider is asked for."""
+"""Makes provider objects from the configuration. Imports an SDK only when its provider is configured."""
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 from rayapp.config.sandbox import (
@@ -16,20 +15,22 @@ from rayapp.config.sandbox import (
     SandboxConfig,
 )
 from rayapp.core.errors import SandboxConfigError, UserError
-from rayapp.core.keys import read_key
-from rayapp.core.names.plugins import load_plugin
+from rayapp.core.http import read_key
+from rayapp.core.machine import num_cores
+from rayapp.core.names import load_plugin
+from rayapp.core.types import AgentStart
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
-    """How many local sandboxes may be in use at once."""
+    """Return how many local sandboxes may be in use at once."""
     own = config.local.max_sandboxes if config.local is not None else 0
-    return own or config.max_leases or len(os.sched_getaffinity(0))
+    return own or config.max_leases or num_cores()
 
 
 def local_provider(config: SandboxConfig) -> LocalProvider | None:
-    """Makes sandboxes in the calling process; None where the configuration names no local provider."""
+    """Return the provider of sandboxes in the calling process; None if the configuration has no local provider."""
     if config.local is None:
         return None
     return LocalProvider(
@@ -40,30 +41,30 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
 
 
 def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Every remote provider of the configuration, by name.
+    """Return every remote provider of the configuration, by name.
 
     Raises:
-        SandboxConfigError: its package or its key is not there.
+        SandboxConfigError: a provider's package or key is missing.
     """
     sections = [section for section in config.providers if not isinstance(section, LocalConfig)]
     return {section.type: remote_provider(section) for section in sections}
 
 
 def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """The remote providers that say, to any process, what lives there: those whose sandboxes outlive their maker.
+    """Return the remote providers whose sandboxes any process can list: those that outlive their maker.
 
     Raises:
-        SandboxConfigError: its package or its key is not there.
+        SandboxConfigError: a provider's package or key is missing.
     """
     sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
     return {section.type: remote_provider(section) for section in sections}
 
 
 def remote_provider(section: ProviderConfig) -> RemoteProvider:
-    """One remote provider.
+    """Make one remote provider.
 
     Raises:
-        SandboxConfigError: its package or its key is not there.
+        SandboxConfigError: its package or its key is missing.
     """
     match section:
         case E2BConfig():
@@ -72,7 +73,7 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
 
             return E2BProvider(section, api_key=_key(section))
         case DaytonaConfig():
-            from rayapp.sandbox.providers.daytona_channel import sdk
+            from rayapp.sandbox.providers.daytona import sdk
 
             sdk()
             from rayapp.sandbox.providers.daytona import DaytonaProvider
@@ -104,15 +105,25 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
 
 
 def why_no_sandbox(config: SandboxConfig, template: str) -> str:
-    """Why no provider has sandboxes of this image or template; empty where each of them may.
+    """Return why a provider has no sandboxes of this image or template; empty if all may have them.
 
-    A provider that can't have them would fail every lease that falls to it, so one is enough to tell.
+    A provider without them would fail every lease that it gets, so one such provider is enough.
     """
     for section in config.providers if template else ():
         if isinstance(section, LocalConfig):
             return "the local provider builds and runs no images: name a remote one in sandbox.providers"
         if isinstance(section, E2BConfig | McpConfig) and template not in section.images:
             return f"provider {section.type} has templates of its own: build one, name it in images: {{{template}: …}}"
+    return ""
+
+
+def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
+    """Return why a provider lacks the sandboxes for an agent's workspace and verdict; empty if all may have them."""
+    images = start.images or ({start.spec.template: ""} if start.spec else {})
+    for image, needed in images.items():
+        if why := why_no_sandbox(config, image):
+            told = f"{image} ({needed})" if needed else image
+            return f"needs sandboxes of {told}, and {why} (docs/environments.md)"
     return ""
 
 

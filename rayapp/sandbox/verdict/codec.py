@@ -1,48 +1,47 @@
-"""Rebuilds plain data from bytes that hostile code may have written. Called by providers, outside the sandbox.
+"""Rebuilds plain data from bytes that hostile code may have written. Called outside the sandbox.
 
-`decode_frames` never raises, and reads no more frames than an honest run has, whatever the bytes: results that make no
-sense are results that are missing. Large ones take a second, so callers on an event loop go through `off_the_loop`.
-Values are built here from JSON, one exact type after the other; no candidate object ever crosses.
+`decode_frames` never raises, and reads no more frames than an honest run writes, whatever the bytes: malformed results
+count as missing. Reading large results takes a second, so callers on an event loop use `off_the_loop`. Values are built
+here from JSON by exact type; no candidate object ever crosses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
 from rayapp.core.types import CallResult
+from rayapp.sandbox.verdict.compare import check_hashes
 from rayapp.sandbox.verdict.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES, MAX_VALUE_BYTES, count_nodes, pack
 
 T = TypeVar("T")
 _OTHER_FRAMES = 4
-"""Frames of an honest run besides one per call."""
+"""Frames of an honest run in addition to one per call."""
 _LITTLE_BYTES = 1 << 14
-"""Read in less than ten milliseconds."""
-_MAX_COLLISIONS = 100
+"""Size that is decoded in less than ten milliseconds."""
 _LEAVES = (type(None), bool, int, float, str)
 _write = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
 class Frames:
-    """What the harness (or a candidate in its name) reported."""
+    """Reports of the harness, or of a candidate in its name."""
 
     is_defined: bool = False
     is_done: bool = False
     definition_error: str = ""
     script_error: str = ""
     exit_status: int | None = None
-    """What a script ended with; None when it did not say."""
+    """Exit status of a script; None if it was not reported."""
     calls: dict[int, CallResult] = field(default_factory=dict)
 
 
 def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
-    """Argument lists as the harness reads them.
+    """Encode argument lists for the harness.
 
     Raises:
         TypeError: an argument is not plain data.
@@ -52,30 +51,30 @@ def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
 
 
 def max_frames(num_calls: int) -> int:
-    """Frames that are read of one run: more than an honest one has."""
+    """Return the number of frames read of one run: more than an honest run writes."""
     return num_calls + _OTHER_FRAMES
 
 
 async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
-    """Read what hostile code wrote, in a thread unless it is little: it must not hold up everything else."""
+    """Run `read` on output of hostile code, in a thread if the output is large, so that it can't block the loop."""
     return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
 
 
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
-    """Read frames in order, up to the first that makes no sense: an honest harness sends none such. A second result for
-    the same call makes that call fail, for the same reason."""
+    """Decode frames in order, up to the first malformed one: an honest harness sends none. For the same reason a second
+    result for a call makes that call fail."""
     seen = Frames()
     for raw in islice(frames, max_frames(num_calls)):
         try:
             _take(seen, _load(raw), num_calls)
         except (ValueError, TypeError, RecursionError, OverflowError):
-            # Whatever hostile code sent, the calls it could have been about are simply without a result.
+            # Calls after a malformed frame have no result.
             break
     return seen
 
 
 def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallResult, ...]:
-    """Exactly one result per input, in order."""
+    """Return exactly one result per input, in order."""
     missing = CallResult(ok=False, error=why_missing)
     return tuple(seen.calls.get(index, missing) for index in range(num_calls))
 
@@ -124,10 +123,10 @@ def _value(packed: object) -> CallResult:
 
 
 def decode_value(packed: object, depth: int = 0) -> object:
-    """The plain value behind what `harness.pack` wrote, trusting nothing.
+    """Return the plain value that `harness.pack` encoded, without trusting the input.
 
     Raises:
-        ValueError, TypeError: these bytes were not written by `pack`.
+        ValueError, TypeError: `pack` did not write this.
     """
     if depth > MAX_DEPTH + 1:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -179,19 +178,13 @@ def _pair(item: object, depth: int) -> tuple[object, object]:
     return decode_value(item[0], depth + 1), decode_value(item[1], depth + 1)
 
 
-def check_hashes(keys: list[object]) -> None:
-    """Refuse keys made to collide: 100,000 multiples of 2**61 - 1 all hash to 0: such a dict takes hours."""
-    if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
-        raise ValueError("keys collide")
-
-
 def _check_size(built: int, sent: int) -> None:
     if built != sent:
         raise ValueError("the same key came twice")
 
 
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
-    """JSON objects become (tag, content) tuples: what is no tagged value is refused while parsing."""
+    """Parse a JSON object as a (tag, content) tuple: anything but a tagged value is refused while parsing."""
     if len(pairs) != 1:
         raise ValueError("an object holds one tag")
     return pairs[0]
@@ -205,6 +198,6 @@ _read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).de
 
 
 def clean(text: str) -> str:
-    """One line of printable text: it is shown to people and logged."""
+    """Return the text as one printable line: it is shown to people and logged."""
     text = text[: MAX_ERROR_CHARS + 100]
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -18,18 +18,21 @@ other type is unequal; nothing here raises because of it.
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
+from collections.abc import Sequence
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 120, 120, 60
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 24
+_MAX_COLLISIONS = 100
 _LEAVES = (bool, int, float, str, bytes, type(None))
 
 
 def equal(expected: object, actual: object) -> bool:
-    """True when both are the same plain data; see the table above.
+    """Return True if both are the same plain data; see the table above.
 
     Raises:
-        TypeError: `expected` is not plain data: the task's author has to mend it.
+        TypeError: `expected` is not plain data: an error of the task.
     """
     kind = type(expected)
     if kind not in (*_LEAVES, list, tuple, set, dict):
@@ -49,12 +52,22 @@ def equal(expected: object, actual: object) -> bool:
 
 
 def same_value(actual: object, expected: object) -> bool:
-    """`equal` in the order graders speak: what came back, then what it should be."""
+    """Compare in the graders' argument order: actual value first, expected value second."""
     return equal(expected, actual)
 
 
+def check_hashes(keys: Sequence[object]) -> None:
+    """Refuse keys made to collide: 100,000 multiples of 2**61 - 1 all hash to 0, and such a dict takes hours.
+
+    Raises:
+        ValueError: more than 100 keys have the same hash.
+    """
+    if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
+        raise ValueError("keys collide")
+
+
 def shown(value: object) -> str:
-    """Plain data as a person reads it: Python's own writing, with the middle of what is long left out."""
+    """Format plain data for people: Python's repr, with the middle of long values left out."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python writes out no integer of over 4,300 digits
@@ -74,7 +87,7 @@ def _equal_dicts(expected: dict[object, object], actual: dict[object, object]) -
 
 
 def _token(key: object) -> object:
-    """A stand-in for a key that is equal exactly when the key is the same plain data, e.g. 1, True and 1.0 apart."""
+    """Return a stand-in that is equal exactly if the keys are the same plain data; it keeps 1, True and 1.0 apart."""
     if isinstance(key, tuple):
         return ("tuple", *map(_token, key))
     if key != key:

@@ -1,12 +1,12 @@
-"""Runs candidate code and calls its function: the part that is inside the sandbox, next to hostile code.
+"""Runs candidate code and calls its function: the part that runs inside the sandbox, next to hostile code.
 
     payload (code, function, inputs) -> run_calls -> frames: defined | undefined | value i | raised i | done
 
-Self-contained (standard library only, no import from rayapp), so that a provider may also send its source to a
-remote sandbox. Nothing it writes is believed: the candidate shares this process and can write the same frames. It holds
-no expected value, so there is no frame worth forging.
+Self-contained (standard library only, no import from rayapp), so that a provider may also send its source to a remote
+sandbox. Its output is not trusted: the candidate shares this process and can write the same frames. The process holds
+no expected value, so forging frames gains nothing.
 
-A frame is one JSON array; values in it are packed so that JSON keeps their Python types (`pack`).
+A frame is one JSON array; `pack` encodes its values so that JSON keeps their Python types.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import types
 from collections.abc import Callable, Sequence
 
 MAX_DEPTH = 100
-"""Nesting of one value. Deeper ones are not an answer but an attack on whoever reads them."""
+"""Nesting of one value. Deeper values are not answers but attacks on the reader."""
 MAX_VALUE_BYTES = 1 << 20
-"""One packed value."""
+"""Size of one packed value."""
 MAX_NODES = 200_000
-"""Values in one frame. A byte of JSON can cost its reader 30 of memory, so bytes alone are no bound."""
+"""Values in one frame. One byte of JSON can cost its reader 30 bytes of memory, so a byte limit alone is not enough."""
 MAX_ERROR_CHARS = 500
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Environment of every interpreter that runs candidate code, and of those that it starts: the order of a set of texts,
-and so a verdict, must not depend on which interpreter it was."""
+"""Environment of every interpreter that runs candidate code, and of those that it starts: the iteration order of a set
+of strings, and so a verdict, must not depend on the interpreter."""
 _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
 
-# Bound here, before candidate code runs: a candidate that patches json does not break its own answers.
+# Bound before candidate code runs, so that a candidate that patches json does not break its own answers.
 _read = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed lacks it
 _escape = json.encoder.encode_basestring_ascii
 _encoder_type = json.encoder.c_make_encoder  # type: ignore[attr-defined]  # typeshed lacks it
 if _encoder_type is None:  # an interpreter without the C part of json
     _encode = json.JSONEncoder(separators=(",", ":")).iterencode
 else:
-    # Made once: `JSONEncoder.encode` makes a new one for each call, and in a fork all of that is pages to copy.
+    # Made once: `JSONEncoder.encode` makes a new encoder per call, and in a fork each costs pages to copy.
     _encode = _encoder_type(None, None, _escape, None, ":", ",", False, False, True)
 
 Emit = Callable[[bytes], None]
 
 
 def pack(value: object, depth: int = 0) -> object:
-    """A plain value as JSON that keeps its types.
+    """Encode a plain value as JSON that keeps its types.
 
     None, bool, str, small int, finite float and list stand for themselves; the others are `{tag: content}`:
     i big int in hex, f float, t tuple, s set, d dict as pairs, b bytes in hex.
@@ -57,7 +57,7 @@ def pack(value: object, depth: int = 0) -> object:
     if value is None or kind is bool:
         return value
     if kind in _SIZED and len(value) > MAX_VALUE_BYTES:  # type: ignore[arg-type]
-        # Before it is encoded: that would take the time of the calls that follow.
+        # Check before encoding, which would take the time of the calls that follow.
         raise ValueError(f"the value takes more than {MAX_VALUE_BYTES} bytes")
     if kind is str:
         return value
@@ -80,7 +80,7 @@ def pack(value: object, depth: int = 0) -> object:
 
 
 def unpack(packed: object) -> object:
-    """The value that `pack` wrote. For trusted input only; what a candidate wrote goes through `codec.decode_value`."""
+    """Decode a value that `pack` wrote. Trusted input only: use `codec.decode_value` for a candidate's output."""
     if isinstance(packed, list):
         return [unpack(part) for part in packed]
     if not isinstance(packed, dict):
@@ -99,7 +99,7 @@ def unpack(packed: object) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: …`, the last line of a traceback, whatever the exception's own `__str__` does."""
+    """Return the last line of a traceback (`ValueError: …`), whatever the exception's own `__str__` does."""
     try:
         text = str(error)
     except BaseException:  # boundary: the candidate's __str__
@@ -109,7 +109,7 @@ def describe(error: BaseException) -> str:
 
 
 def count_nodes(answer: bytes) -> int:
-    """At least as many as there are values in it."""
+    """Return an upper bound of the number of values in an answer."""
     return answer.count(b",") + answer.count(b"[") + answer.count(b"{")
 
 
@@ -132,7 +132,7 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
     """Define the code and call its function on each input; every result is sent before the next call begins.
 
     Args:
-        inputs: packed argument lists as JSON text, unpacked anew for each call: none can spoil another's arguments.
+        inputs: packed argument lists as JSON text, unpacked for each call, so that no call can change another's.
     """
     try:
         target = define(code, "candidate").get(function)
@@ -160,10 +160,10 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> 
 
 
 def main_names() -> dict[str, object]:
-    """The names a script starts with, in a new module `__main__`.
+    """Return the names that a script starts with, in a new module `__main__`.
 
-    It may import what lies in its folder, after all other modules: a file there replaces none of Python's. No bytecode
-    is kept of them, which is told from its source by size and second: an agent's edits are quicker.
+    The script may import files of its folder, after all other modules: they can't replace Python's own. Their bytecode
+    is not cached: a cache is matched by size and second of the source, and an agent may edit faster than that.
     """
     sys.dont_write_bytecode = True
     if sys.path[-1:] != [""]:
@@ -204,7 +204,7 @@ def _print_traceback(error: BaseException) -> None:
     try:
         import traceback
 
-        # Our own frame is no part of the candidate's story.
+        # Leave our own frame out of the candidate's traceback.
         entries = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, entries)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Makes the program that a remote sandbox runs, and reads the report it prints. Pure; called by `remote.py`.
+"""Makes the program that a remote sandbox runs, and reads the report that it prints. Pure.
 
     job -> source(): one Python text (harness + watcher + job) -> any provider that runs Python -> stdout -> parse()
 
-Whatever comes back was written next to hostile code: every field is checked for its type and its size.
+Reports are written next to hostile code: the type and size of every field are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.types import StopCause
 from rayapp.sandbox.verdict import harness, watcher
-from rayapp.sandbox.verdict.results import Answer
+from rayapp.sandbox.verdict.results import RawResult
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
 
 _SOURCE = """import sys
@@ -35,25 +35,25 @@ exec(compile(parts["watcher"], "<watcher>", "exec"), watcher)
 watcher["main"](parts["job"], harness)
 """
 KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
-"""What an interpreter gets of the sandbox's environment: nothing of Python's."""
+"""Variables that an interpreter keeps from the sandbox's environment: none of Python's own."""
 ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
-"""What it gets besides, with -s in place of -I, which would ignore the hash seed. The watcher hands no more than that
-seed on."""
+"""Variables added for the interpreter, with -s instead of -I, which would ignore the hash seed. The watcher passes only
+that seed on."""
 _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
 _SPARE_CHARS = 1 << 16
 _MAX_INLINE_CHARS = 90_000
-"""Longest program that goes into a command line: Linux allows 128 KiB per argument."""
+"""Longest program in a command line: Linux allows 128 KiB per argument."""
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
 
 def shell_command(program: str) -> str:
-    """What a shell runs to start a program in an interpreter of its own."""
+    """Return the shell command that starts a program in an interpreter of its own."""
     return f"exec env -i {_ENV} python3 -s -c {shlex.quote(program)}"
 
 
 async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> str:
-    """`shell_command`; of a program that is too long for a command line, from a file that is removed.
+    """Return `shell_command`; for a program too long for a command line, one that runs it from a file and removes that.
 
     Args:
         write: writes the program to this path in the sandbox.
@@ -66,17 +66,17 @@ async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> s
 
 
 def max_report_chars(num_bytes: int) -> int:
-    """Longest output of a program that may hold a report of so many bytes: each is coded twice, in lines."""
+    """Return the longest output of a program with a report of this size: each byte is encoded twice, in lines."""
     return 2 * num_bytes + _SPARE_CHARS
 
 
 def new_nonce() -> str:
-    """What marks report lines, so that nothing else on stdout is taken for one."""
+    """Make the random mark of report lines, so that no other output is mistaken for a report."""
     return f"rayapp-{secrets.token_hex(12)}"
 
 
 def source(job: Job) -> str:
-    """The program for one job. Standard library only, any Python from 3.9 on.
+    """Return the program for one job. Standard library only, Python 3.9 or newer.
 
     Args:
         job: see `watcher.main`.
@@ -92,10 +92,10 @@ def _text_of(path: str) -> str:
 
 
 def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
-    """The JSON object between the marks; None if there is no whole one.
+    """Return the JSON object between the marks; None if the output holds no complete one.
 
     Raises:
-        SandboxProtocolError: marked, but nonsense.
+        SandboxProtocolError: the marked text is malformed.
     """
     lines = [line.strip() for line in stdout.splitlines() if line.startswith(nonce)]
     if not lines or lines[-1] != f"{nonce}.":
@@ -106,21 +106,21 @@ def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
     except (ValueError, RecursionError) as error:
         raise SandboxProtocolError(f"the sandbox's report can't be read: {type(error).__name__}") from None
     if type(found) is not dict:
-        raise SandboxProtocolError("the sandbox's report is no object")
+        raise SandboxProtocolError("the sandbox's report is not a JSON object")
     return found
 
 
-def read_report(found: dict[str, object], *, max_output_bytes: int) -> Answer:
-    """Check every field of a report.
+def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult:
+    """Check every field of a report and return it.
 
     Raises:
-        SandboxProtocolError: it makes no sense.
+        SandboxProtocolError: a field is malformed.
     """
     status, stopped = found.get("status"), found.get("stopped")
     if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report makes no sense: {str(found)[:200]}")
-    return Answer(
-        # Code that was stopped was killed, whatever it was about to end with.
+    return RawResult(
+        # Stopped code was killed, whatever exit status it was about to return.
         exit_code=-signal.SIGKILL if stopped else max(-64, min(255, status)),
         stopped=StopCause(str(stopped)) if stopped else None,
         duration_s=_duration_s(found.get("duration_s")),
@@ -131,17 +131,17 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> Answer:
 
 
 def _duration_s(value: object) -> float:
-    """Seconds by the sandbox's own clock, which can say anything: between nothing and a day."""
+    """Return seconds by the sandbox's clock, which is not trusted: clamped to between 0 and one day."""
     if not isinstance(value, int | float):
         raise SandboxProtocolError(f"the sandbox's report has no duration but {str(value)[:50]!r}")
     return float(max(0, min(_MAX_DURATION_S, value))) if value == value else 0.0
 
 
 def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:
-    """A field that holds bytes.
+    """Return a field that holds bytes.
 
     Raises:
-        SandboxProtocolError: it does not, or too many.
+        SandboxProtocolError: it holds something else, or too many bytes.
     """
     text = found.get(key)
     try:

@@ -1,4 +1,4 @@
-"""From what an execution left behind to the results that callers see. Pure; called outside the sandbox."""
+"""Converts the raw results of executions to the results that callers see. Pure; called outside the sandbox."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 NO_REPORT = "the code ended the process that watched it"
 MAX_CODE_CHARS = 1 << 20
-"""Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of
-others."""
+"""Longer code is refused unread: no honest answer takes a megabyte, and compiling it costs others their memory."""
 
 
 def split_lines(raw: bytes) -> Iterator[bytes]:
-    """Frames that were written one per line. Lazy: there may be millions, of which a few are read."""
+    """Yield frames that were written one per line. Lazy: there may be millions, of which a few are read."""
     return (line.rstrip(b"\n") for line in io.BytesIO(raw))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one execution left behind. Claims, where it was written next to hostile code."""
+class RawResult:
+    """Raw result of one execution. Untrusted if it was written next to hostile code."""
 
     exit_code: int
-    """Negative is the signal that ended it."""
+    """Negative: number of the signal that ended it."""
     stopped: StopCause | None
     stdout: bytes
     stderr: bytes
     frames: bytes
-    """What the harness (or a candidate in its name) reported, as it came."""
+    """Unparsed reports of the harness, or of a candidate in its name."""
     split: Callable[[bytes], Iterator[bytes]] = split_lines
-    """From `frames` to single ones."""
+    """Splits `frames` into single ones."""
     duration_s: float
     problem: str = ""
-    """Why candidate code could not begin; empty when it did."""
+    """Reason why candidate code could not start; empty if it did."""
 
 
 def code_problem(code: str) -> str | None:
-    """Why code is not run at all, as an error of its own; None if it may run.
+    """Return why code is refused, as an error message; None if it may run.
 
     Raises:
-        TypeError: it is no text, which is the caller's fault.
+        TypeError: the code is not a string, an error of the caller.
     """
     if type(code) is not str:
         raise TypeError(f"code has to be text, not {type(code).__name__}")
@@ -53,22 +52,22 @@ def code_problem(code: str) -> str | None:
     return None
 
 
-def script_result(answer: Answer, isolation: str) -> ExecResult:
-    """Result of code run as a script, or of a command.
+def script_result(answer: RawResult, isolation: str) -> ExecResult:
+    """Return the result of code run as a script, or of a command.
 
     Raises:
-        SandboxGoneError: it never got as far as candidate code.
+        SandboxGoneError: candidate code was never reached.
     """
     seen = _frames(answer, 0)
     return _result(answer, isolation, error=seen.script_error, is_complete=True)
 
 
-def session_result(answer: Answer, isolation: str) -> ExecResult:
-    """Result of code run in a session, whose process goes on: how it ended is what its frames claim, and only its own
-    grade.
+def session_result(answer: RawResult, isolation: str) -> ExecResult:
+    """Return the result of code run in a session. The process goes on, so the exit status comes from frames that the
+    code could forge; that affects only its own result.
 
     Raises:
-        SandboxGoneError: the session never got as far as candidate code.
+        SandboxGoneError: candidate code was never reached.
     """
     seen = _frames(answer, 0)
     result = _result(answer, isolation, error=seen.script_error, is_complete=seen.exit_status is not None)
@@ -77,11 +76,11 @@ def session_result(answer: Answer, isolation: str) -> ExecResult:
     return replace(result, outcome=ExecOutcome.CODE_FAILED, exit_code=seen.exit_status, error=seen.script_error)
 
 
-def call_report(answer: Answer, isolation: str, num_calls: int) -> CallReport:
-    """Result of a function called on several inputs; always one per input.
+def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport:
+    """Return the results of a function called on several inputs; always one per input.
 
     Raises:
-        SandboxGoneError: it never got as far as candidate code.
+        SandboxGoneError: candidate code was never reached.
     """
     seen = _frames(answer, num_calls)
     error = seen.definition_error if not seen.is_defined else ""
@@ -90,7 +89,7 @@ def call_report(answer: Answer, isolation: str, num_calls: int) -> CallReport:
 
 
 def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: StopCause | None = None) -> ExecResult:
-    """Result of code that has no more to show than this."""
+    """Return the result of code that only failed, with this error and no output."""
     return ExecResult(
         outcome=ExecOutcome.CODE_STOPPED if stopped_for is not None else ExecOutcome.CODE_FAILED,
         exit_code=exit_code,
@@ -104,11 +103,11 @@ def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: Stop
 
 
 def failed_calls(result: ExecResult, num_calls: int) -> CallReport:
-    """No call has a result."""
+    """Return a report in which every call lacks a result, because of how the execution ended."""
     return CallReport(exec=result, calls=(CallResult(ok=False, error=_why_missing(result)),) * num_calls)
 
 
-def _frames(answer: Answer, num_calls: int) -> Frames:
+def _frames(answer: RawResult, num_calls: int) -> Frames:
     if answer.problem and answer.stopped is StopCause.TIMEOUT:
         raise SandboxDeadlineError(
             f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded, or "
@@ -119,7 +118,7 @@ def _frames(answer: Answer, num_calls: int) -> Frames:
     return decode_frames(answer.split(answer.frames), num_calls)
 
 
-def _result(answer: Answer, isolation: str, *, error: str, is_complete: bool) -> ExecResult:
+def _result(answer: RawResult, isolation: str, *, error: str, is_complete: bool) -> ExecResult:
     exit_code = answer.exit_code
     stopped = answer.stopped or (StopCause.CPU if exit_code == -signal.SIGXCPU else None)
     ended = ExecOutcome.OK if exit_code == 0 and is_complete else ExecOutcome.CODE_FAILED

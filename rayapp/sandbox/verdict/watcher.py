@@ -1,11 +1,11 @@
-"""Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report when it has ended.
+"""Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report at its end.
 
     job -> fork -> child: harness (frames go to a pipe of their own)
              '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
 
-Self-contained (standard library only): `program.py` sends its source together with the harness's. The deadline
-is kept here, next to the code, so that a slow network is never taken for slow code. Nothing it reports is believed more
-than the candidate, who could replace it: there is no expected value here, so nothing worth forging.
+Self-contained (standard library only): `program.py` sends its source together with the harness's. The deadline is kept
+here, next to the code, so that a slow network is never mistaken for slow code. Its report is trusted no more than the
+candidate, who could replace it: no expected value is here, so forging a report gains nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
-"""All frames of one job."""
+"""Size of all frames of one job."""
 LINE_CHARS = 16384
 """Longest report line: some servers drop lines of 64 KiB and more."""
 _PIPES = ("stdout", "stderr", "frames")
@@ -47,19 +47,19 @@ def main(job: Job, harness: Job) -> None:
 
 
 def _adopt_orphans() -> None:
-    """A process that outlives its parent becomes our child, so that nothing of the job survives it."""
+    """Become the parent of processes that outlive their own, so that no process of the job survives it."""
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _end_with(watcher: int) -> None:
-    """The candidate dies with its watcher: one that was killed, by a server or the candidate, ends nothing itself."""
+    """Let the kernel kill the candidate when its watcher dies: a killed watcher can't end it."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != watcher:
         os._exit(70)
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes; then only the process group is ended
+    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes: only the process group is ended then
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -104,14 +104,14 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
-    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the cause."""
+    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the stop cause."""
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:
         now = time.monotonic()
         if now >= deadline and ended_at is None:
             return taken, "timeout"
-        # A daemon that keeps a pipe open must not hold the call: what is there when the child has ended is all.
+        # A daemon that keeps a pipe open must not block the call: stop reading soon after the child has ended.
         if ended_at is not None and (not readers or now > ended_at + 0.05):
             return taken, ""
         for ready in select.select(list(readers), [], [], 0.02 if readers else 0.001)[0]:
@@ -128,7 +128,7 @@ def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> t
 
 
 def _end_tree(child: int) -> None:
-    """Kill the child, its group, and whatever it left behind."""
+    """Kill the child, its process group, and all processes that it left."""
     for _ in range(50):
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)
@@ -161,7 +161,7 @@ def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> Non
         try:
             os.setsid()
         except PermissionError:
-            # A local sandbox of ours, behind an MCP server say, refuses sessions: a group of its own ends as well.
+            # A local sandbox (behind an MCP server, say) refuses sessions: a process group of its own is enough there.
             os.setpgid(0, 0)
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)

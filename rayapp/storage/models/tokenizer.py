@@ -1,48 +1,225 @@
-"""The tokenizer of the run's model."""
+"""The tokenizer of the run's model, read from tokenizer.json and the chat template, without transformers.
+
+transformers and its imports cost every driver and rollout worker seconds and hundreds of MB. It is used only for models
+without a tokenizer.json, for tokenizers with their own code, and for vLLM's tool parsers.
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-from unittest.mock import patch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rayapp.config.config import Config
-from rayapp.core.imports import large_imports
 from rayapp.core.protocols import Tokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that every chat template may use."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The model's own tokenizer."""
-    with large_imports():
-        _skip_generation()
-        from transformers import AutoTokenizer  # seconds to import: not when the CLI only prints help
+    """Return the model's own tokenizer."""
+    folder, trust_remote_code = Path(config.model.path), config.model.trust_remote_code
+    if (folder / "tokenizer.json").is_file() and "auto_map" not in _settings(folder):
+        tokenizer = ModelTokenizer(folder, trust_remote_code=trust_remote_code)
+        if not tokenizer.is_cleaned_up:
+            return tokenizer
+    loaded: Tokenizer = _of_transformers(str(folder), trust_remote_code=trust_remote_code)
+    return loaded
 
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    return tokenizer
 
+class ModelTokenizer:
+    """The part of a Hugging Face tokenizer that rollouts and tasks use, under the same names.
 
-def _skip_generation() -> None:
-    """Import what transformers finds classes with, without its generation and torch._dynamo, which take as long again.
-
-    Models whose code is in their folder get generation as a base: it is imported for the first of them.
+    Args:
+        folder: model folder with a tokenizer.json.
+        trust_remote_code: for `of_transformers`.
+    Raises:
+        ValueError, OSError: a file can't be read.
     """
-    if "transformers.models.auto.auto_factory" in sys.modules:
-        return
-    from transformers import configuration_utils, dynamic_module_utils, utils  # noqa: F401 - which ask for PyTorch too
-    from transformers.models.auto import configuration_auto  # noqa: F401
 
-    with patch.object(utils, "is_torch_available", lambda: False):
-        from transformers.models.auto import auto_factory
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        self.name_or_path = str(folder)
+        self._trust_remote_code = trust_remote_code
+        settings = _settings(folder)
+        self.special_tokens_map = _named(settings)
+        more = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or ()
+        unnamed = () if isinstance(more, dict) else map(_text, more)
+        self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *unnamed]))
+        self._fast = _fast(folder, settings, self.all_special_tokens)
+        is_bpe = type(self._fast.model).__name__ == "BPE"
+        self.is_cleaned_up = bool(settings.get("clean_up_tokenization_spaces")) and not is_bpe
+        """True if transformers would remove blanks from decoded text."""
+        self.chat_template: str | dict[str, str] | None = _chat_template(folder, settings)
 
-    vars(auto_factory)["is_torch_available"] = utils.is_torch_available
-    add_to = auto_factory.add_generation_mixin_to_remote_model
+    @cached_property
+    def of_transformers(self) -> Any:
+        """Return the same tokenizer for libraries that need transformers' class."""
+        return _of_transformers(self.name_or_path, trust_remote_code=self._trust_remote_code)
 
-    def with_generation(model_class: Any) -> Any:
-        from transformers.generation import GenerationMixin
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
-        vars(auto_factory)["GenerationMixin"] = GenerationMixin
-        return add_to(model_class)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
 
-    vars(auto_factory)["add_generation_mixin_to_remote_model"] = with_generation
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._fast.get_vocab(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._fast.get_added_tokens_decoder())
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return [self._fast.token_to_id(token) for token in self.all_special_tokens]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self.special_tokens_map.get("eos_token")
+        return None if eos is None else self._fast.token_to_id(eos)
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Render messages as text with the chat template.
+
+        Args:
+            chat_template: Jinja text instead of the model's own template.
+            tokenize: must be False: only text is returned.
+            options: variables of the template.
+        Raises:
+            ValueError: the model has no chat template, there is no message, or token ids are requested.
+            jinja2.TemplateError: the template is invalid or refuses the messages; templates may raise anything else.
+        """
+        if tokenize or not conversation:
+            problem = "there are no messages" if not conversation else "encode the text, with add_special_tokens=False"
+            raise ValueError(f"apply_chat_template writes messages as text: {problem}")
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **options}
+        template = _compiled(
+            chat_template if chat_template is not None else self._template(with_tools=tools is not None)
+        )
+        return template.render(messages=conversation, **{**self.special_tokens_map, **variables})
+
+    def _template(self, *, with_tools: bool) -> str:
+        own = self.chat_template
+        if isinstance(own, dict):
+            own = own.get("tool_use" if with_tools and "tool_use" in own else "default")
+        if own is None:
+            raise ValueError(f"{self.name_or_path} has no chat template")
+        return own
+
+
+def _of_transformers(path: str, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, merged with special_tokens_map.json for models from before 2024."""
+    settings: dict[str, Any] = _json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | _json(folder / "special_tokens_map.json")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    with suppress(FileNotFoundError):
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return content
+    return {}
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name, including a model's own names such as image_token."""
+    own = {key: token for key, token in settings.items() if key.endswith("_token") and isinstance(token, str)}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        own |= settings[key] if isinstance(settings.get(key), dict) else {}
+    named = {key: settings[key] for key in _NAMED if settings.get(key) is not None}
+    return {key: _text(token) for key, token in (named | own).items()}
+
+
+def _fast(folder: Path, settings: Mapping[str, Any], special: Sequence[str]) -> Any:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Fast
+
+    fast = Fast.from_file(str(folder / "tokenizer.json"))
+    fast.no_truncation()
+    fast.no_padding()
+    fast.encode_special_tokens = bool(settings.get("split_special_tokens", False))
+    added = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
+    there = fast.get_vocab(with_added_tokens=True)
+    tokens = [AddedToken(**token) for _, token in added if token["content"] not in there]
+    named = {token.content for token in tokens}
+    fast.add_tokens(tokens + [AddedToken(each, special=True) for each in special if each not in named.union(there)])
+    return fast
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
+    own = settings.get("chat_template")
+    found = {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else {}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if read:  # files override tokenizer_config.json
+        return read["default"] if list(read) == ["default"] else read
+    return found or own or None
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> Template:
+    """Compile a chat template in the same environment as transformers 5.10."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks the assistant's text: its content is rendered unchanged."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+        def _written(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - local time
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

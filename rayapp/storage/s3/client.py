@@ -13,10 +13,10 @@ from rayapp.storage.settings import S3Settings
 
 @asynccontextmanager
 async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
-    """An open client, closed with the block.
+    """Open a client, closed at the end of the block.
 
     Raises:
-        StorageConfigError: the endpoint or region can't be used.
+        StorageConfigError: the endpoint or region is invalid.
     """
     import aioboto3
     from aiobotocore.session import get_session
@@ -46,7 +46,7 @@ async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
 
 @cache
 def _descriptions(data_path: str | None) -> Any:
-    """botocore's loader with what it has read of services and regions: for each session anew, 0.3 s a client."""
+    """Return botocore's loader with its cached service descriptions: reading them again costs 0.3 s per client."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
@@ -58,12 +58,12 @@ def _client_config(settings: S3Settings) -> Any:
     transfer = settings.transfer
     return AioConfig(
         signature_version=settings.signature_version,
-        # Bodies are not signed but what covers them is: their CRC-32, which the server checks, and the SHA-256 that is
-        # stored with every object and compared by whoever reads it. A signature would hash each body once more.
+        # Bodies are covered by two other checksums: a CRC-32, which the server checks, and the SHA-256 stored with
+        # every object, which readers compare. Signing the payload would hash each body once more.
         s3={"addressing_style": settings.addressing_style, "payload_signing_enabled": False},
         request_checksum_calculation=settings.checksums,
         response_checksum_validation=settings.checksums,
-        # One try here: `with_retries` owns the rest. Two layers would multiply, and only ours knows the deadline.
+        # One attempt here: `with_retries` does the rest. Two layers would multiply, and only ours knows the deadline.
         retries={"total_max_attempts": 1},
         connect_timeout=transfer.connect_timeout_s,
         read_timeout=transfer.read_timeout_s,
@@ -72,7 +72,7 @@ def _client_config(settings: S3Settings) -> Any:
 
 
 def _renamer(header: str) -> Any:
-    """An event handler that says "only if absent" in the words of a service that doesn't know If-None-Match."""
+    """Return an event handler that renames If-None-Match to the header of a service that doesn't know it."""
 
     def rename(params: dict[str, Any], **_: object) -> None:
         if params["headers"].pop("If-None-Match", None) is not None:

@@ -1,4 +1,4 @@
-"""Whatever botocore raises, as one of our errors with what to do about it; and which of them a retry may mend."""
+"""Converts botocore's exceptions to StorageErrors with a way out, and tells which ones a retry may fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayapp.core.errors import (
     StoragePermissionError,
     StorageUnreachableError,
 )
-from rayapp.core.location import Location
+from rayapp.core.files import Location
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "AuthFailure"}
@@ -33,13 +33,13 @@ _TRANSIENT = {
 
 
 def error_code(error: BaseException) -> str:
-    """The service's code of a botocore ClientError, e.g. NoSuchUpload; empty for any other error."""
+    """Return the service's code of a botocore ClientError, e.g. NoSuchUpload; empty for any other error."""
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if the same request may succeed later."""
+    """Return True if the same request may succeed later."""
     import aiohttp
     from botocore import exceptions as boto
 
@@ -54,7 +54,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def translate(error: Exception, location: Location, endpoint: str, *, attempts: int = 1) -> StorageError:
-    """Our error for one of botocore's; a StorageError passes unchanged."""
+    """Convert an exception of botocore; a StorageError passes unchanged."""
     from botocore import exceptions as boto
 
     if isinstance(error, StorageError):
@@ -72,7 +72,7 @@ def translate(error: Exception, location: Location, endpoint: str, *, attempts: 
             "Check the endpoint (AWS_ENDPOINT_URL, OSS_REGION) and the network."
         )
     if isinstance(error, (boto.BotoCoreError, ValueError)):
-        return StorageConfigError(f"{location}: the client refuses this request: {_short(error)}")
+        return StorageConfigError(f"{location}: invalid request: {_short(error)}")
     return StorageError(f"{location}: {_short(error)}")
 
 

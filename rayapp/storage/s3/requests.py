@@ -1,30 +1,91 @@
-"""Requests on single objects of a bucket, each with retries: what `S3Storage`, uploads and downloads are made of.
+"""Requests on single objects of a bucket, with checksums and retries: the base of `S3Storage`, uploads and downloads.
 
-Every object carries its SHA-256 in its metadata, and is checked against it when it is read.
+Every object carries its SHA-256 in its metadata, and is verified against it when it is read. Each write also sends a
+CRC, with which the server refuses damaged bodies. It is computed here, in a thread: the client would compute it on the
+event loop, and over TLS wrap the body in chunks to append it, which not every service reads.
+
+`with_retries` repeats requests with full jitter. botocore's own retries are switched off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import io
+import logging
+import random
 import uuid
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
-from rayapp.core.location import Location, check_key
+from rayapp.core.files import Location, check_key
 from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.hashing import hash_bytes
-from rayapp.storage.s3.body import Body, checksum_arguments
-from rayapp.storage.s3.retry import with_retries
+from rayapp.storage.s3.errors import is_transient, translate
 from rayapp.storage.settings import S3Settings
 
+
+class Body(io.BytesIO):
+    """Bytes as a request body. Its buffer is the bytes themselves: BytesIO would copy them."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._data = data
+
+    def getbuffer(self) -> memoryview:
+        return memoryview(self._data)
+
+
+def checksum_arguments(data: bytes, checksums: str) -> dict[str, str]:
+    """Return the checksum arguments of a request; blocks.
+
+    Args:
+        checksums: `S3Settings.checksums`.
+    """
+    if checksums == "when_required":
+        digest = hashlib.md5(data, usedforsecurity=False).digest()
+        return {"ContentMD5": base64.b64encode(digest).decode()}
+    return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
+
+
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+async def with_retries(request: Callable[[], Awaitable[T]], location: Location, settings: S3Settings) -> T:
+    """Await `request` until it succeeds, fails permanently, or `max_attempts` is reached. Returns its answer.
+
+    Raises:
+        StorageError: translated from the last error.
+    """
+    transfer = settings.transfer
+    endpoint = settings.endpoint_url or "AWS"
+    for attempt in range(1, transfer.max_attempts + 1):
+        try:
+            return await request()
+        except Exception as error:  # boundary: every exception of the client library becomes a StorageError
+            if attempt == transfer.max_attempts or not is_transient(error):
+                raise translate(error, location, endpoint, attempts=attempt) from error
+            wait_s = backoff_s(attempt, base_s=transfer.backoff_base_s, max_s=transfer.backoff_max_s)
+            _log.info("%s: try %d failed (%s), next in %.1f s", location, attempt, type(error).__name__, wait_s)
+        await asyncio.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def backoff_s(attempt: int, *, base_s: float, max_s: float, draw: Callable[[], float] = random.random) -> float:
+    """Return seconds to wait after the `attempt`-th failure (1, 2, …): uniform in [0, min(max, base * 2^attempt)]."""
+    return draw() * min(max_s, base_s * 2.0**attempt)
+
+
 SHA256 = "sha256"
 WRITER = "writer"
 
 
 class S3Requests:
-    """One folder of a bucket.
+    """Requests on one folder of a bucket.
 
     Args:
         client: an open aioboto3 client, which outlives this object.
@@ -46,12 +107,12 @@ class S3Requests:
         return self.root.join(check_key(key))
 
     async def ask(self, location: Location, operation: str, **arguments: Any) -> Any:
-        """One request with retries; the raw answer."""
+        """Send one request with retries and return the raw answer."""
         call = getattr(self.client, operation)
         return await self.retried(location, lambda: call(Bucket=location.bucket, **arguments))
 
     async def change(self, location: Location, request: Callable[[], Awaitable[T]]) -> T:
-        """As `retried`, of a request that readers see the effect of: the fence is passed before each try of it."""
+        """Send a request that changes what readers see, with retries; each attempt passes the fence first."""
 
         async def fenced_request() -> T:
             limit_s = await self._fence() if self._fence is not None else None
@@ -94,7 +155,7 @@ class S3Requests:
         return ObjectInfo(key=key, num_bytes=head["ContentLength"], sha256=head["Metadata"].get(SHA256, ""))
 
     async def head(self, key: str) -> dict[str, Any]:
-        """Length, ETag and metadata. Failures of HEAD carry no text, so a listing is asked what is wrong."""
+        """Return length, ETag and metadata. HEAD failures carry no text, so the cause is read from a listing."""
         location = self.location(key)
         try:
             answer: dict[str, Any] = await self.ask(location, "head_object", Key=location.key)
@@ -122,7 +183,7 @@ class S3Requests:
         try:
             await self.change(location, lambda: self.client.put_object(Body=Body(data), **arguments, **extra))
         except StorageExistsError as error:
-            # The answer to an earlier try of ours may have been lost: then it is our own object that is in the way.
+            # The answer to an earlier attempt may have been lost: then the existing object is our own.
             if not if_absent or (await self.head(key))["Metadata"].get(WRITER) != writer:
                 raise StorageExistsError(f"{location} exists already: another writer was first") from error
         return ObjectInfo(key=key, num_bytes=len(data), sha256=sha256)

@@ -1,24 +1,137 @@
-"""A folder in a bucket: what fits one part in one request, larger files in parallel parts. Made by `open_storage` only.
+"""A folder in a bucket: one request for small objects, parallel parts for larger files. Made by `open_storage` only.
 
-Every object carries its SHA-256 in its metadata, is checked against it when it is read, and its length when it was
-written. Never holds more than `num_parallel` parts in memory.
+Every object carries its SHA-256 in its metadata; reads verify the SHA-256, writes the length. At most `num_parallel`
+parts are in memory.
+
+Downloads fetch parallel ranges of one version into a temporary file, verify it and rename it. The hash follows behind
+the finished ranges while later ones are still in transfer, reading back the written bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayapp.core.aio import finish_despite_cancels
+from rayapp.core.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, one_error
+from rayapp.core.files import Location, storage_errors, stored
 from rayapp.storage.base import Fence, ObjectInfo
-from rayapp.storage.s3.download import download
+from rayapp.storage.hashing import FollowingHash
 from rayapp.storage.s3.requests import S3Requests
 from rayapp.storage.s3.upload import is_journal, upload
 
+_CHUNK_BYTES = 1 << 18
+_WRITE_BYTES = 1 << 20
+"""Bytes per write: large enough for few calls, small enough to stay in the processor's cache."""
+_MAX_VECTORS = 1024
+"""Most buffers that one call of pwritev takes (IOV_MAX of Linux)."""
+
+
+async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
+    """Read one object into `path`. Raises like `Storage.get_file`."""
+    location, head = storage.location(key), await storage.head(key)
+    num_bytes, expected = head["ContentLength"], sha256 or head["Metadata"].get("sha256", "")
+    with stored(path) as temporary:
+        found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
+        if expected and found != expected:
+            raise StorageCorruptError(
+                f"{location}: its SHA-256 is {found[:12]}…, it should be {expected[:12]}…. The object is damaged "
+                "or was replaced: write it again from its source."
+            )
+    return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The file that a download fills."""
+
+    path: Path
+    descriptor: int
+
+    async def write(self, chunks: Sequence[bytes], start: int) -> None:
+        """Write the chunks at `start`. Raises StorageError: the disk refuses them, e.g. because it is full."""
+        # Finish even if cancelled: the file is closed afterwards, and its descriptor may be reused for another file.
+        with storage_errors(self.path):
+            await finish_despite_cancels(asyncio.to_thread(_write, self.descriptor, chunks, start))
+
+
+async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes: int, etag: str) -> str:
+    """Download the object into `path` on the disk; returns its SHA-256."""
+    part_bytes = storage.settings.transfer.part_bytes
+    ranges = [(start, min(start + part_bytes, num_bytes)) for start in range(0, num_bytes, part_bytes)]
+    try:
+        with path.open("w+b") as file, storage_errors(path):
+            file.truncate(num_bytes)
+            target = _Target(path=path, descriptor=file.fileno())
+            found = await _fetch_ranges(storage, location, target, ranges, etag)
+            # Sync in a thread: the later sync at the end of `stored` is on the event loop, with nothing left to write.
+            await finish_despite_cancels(asyncio.to_thread(os.fsync, file.fileno()))
+    except StorageExistsError as changed:
+        raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed
+    return found
+
+
+async def _fetch_ranges(
+    storage: S3Requests, location: Location, target: _Target, ranges: Sequence[tuple[int, int]], etag: str
+) -> str:
+    hashing = FollowingHash(target.descriptor)
+    with one_error():
+        async with asyncio.TaskGroup() as group:
+            written = [group.create_task(_fetch_range(storage, location, target, *ends, etag)) for ends in ranges]
+            for ends, task in zip(ranges, written, strict=True):
+                await task
+                await finish_despite_cancels(asyncio.to_thread(hashing.read, *ends))
+    return hashing.hexdigest()
+
+
+async def _fetch_range(
+    storage: S3Requests, location: Location, target: _Target, start: int, end: int, etag: str
+) -> None:
+    async def read() -> None:
+        answer = await storage.client.get_object(
+            Bucket=location.bucket, Key=location.key, Range=f"bytes={start}-{end - 1}", IfMatch=etag
+        )
+        async with (body := answer["Body"]):
+            num_bytes = await _pour(body, target, start)
+        if num_bytes != end - start:
+            raise StorageUnreachableError(f"{location}: {num_bytes} bytes of {end - start} came")
+
+    async with storage.slots:
+        await storage.retried(location, read)
+
+
+async def _pour(body: Any, target: _Target, start: int) -> int:
+    """Write the received bytes at their place; returns their number. A retry writes the same place again."""
+    chunks: list[bytes] = []
+    num_written = num_held = 0
+    async for chunk in body.iter_chunks(_CHUNK_BYTES):
+        chunks.append(chunk)
+        num_held += len(chunk)
+        if num_held >= _WRITE_BYTES or len(chunks) == _MAX_VECTORS:
+            await target.write(chunks, start + num_written)
+            num_written, num_held, chunks = num_written + num_held, 0, []
+    await target.write(chunks, start + num_written)
+    return num_written + num_held
+
+
+def _write(descriptor: int, chunks: Sequence[bytes], start: int) -> None:
+    """Write `chunks` one after the other at `start`; blocks."""
+    end = start + sum(map(len, chunks))
+    start += os.pwritev(descriptor, chunks, start) if chunks else 0
+    if start < end:
+        # A full disk cuts a write short without an error; the next write raises it.
+        rest = b"".join(chunks)[start - end :]
+        while rest:
+            num_written = os.pwrite(descriptor, rest, start)
+            rest, start = rest[num_written:], start + num_written
+
 
 class S3Storage(S3Requests):
-    """See `Storage` for what each method promises."""
+    """Implements `Storage` on a bucket."""
 
     def fenced(self, fence: Fence) -> S3Storage:
         return S3Storage(self.client, self.root, self.settings, fence)

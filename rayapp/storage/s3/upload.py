@@ -1,8 +1,8 @@
-"""Files in parallel parts, resumable: parts that arrived are not sent again. Called by `S3Storage.put_file` only.
+"""Uploads files in parallel parts, resumable: received parts are not sent again. Called by `S3Storage.put_file` only.
 
-A small journal object beside the target says which upload of which content is under way, so that another process, on
-another machine, goes on with it. A failed upload is left for that; a lifecycle rule of the bucket should end what
-nobody came back for (AbortIncompleteMultipartUpload). The object appears when the last request completes it.
+A small journal object beside the target names the current upload and its content, so that another process, on another
+machine, can resume it. A failed upload stays for that purpose; a lifecycle rule of the bucket should end abandoned ones
+(AbortIncompleteMultipartUpload). The object appears when the last request completes it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError, StorageTakenError
-from rayapp.core.location import Location
+from rayapp.core.files import Location
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import hash_file
-from rayapp.storage.s3.body import Body, checksum_arguments
-from rayapp.storage.s3.requests import SHA256, S3Requests
+from rayapp.storage.s3.requests import SHA256, Body, S3Requests, checksum_arguments
 
 MAX_PARTS = 10_000
 _JOURNAL = ".uploading"
@@ -29,7 +28,7 @@ _JOURNAL = ".uploading"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Upload:
-    """One multipart upload; what the journal holds."""
+    """One multipart upload; the journal's content."""
 
     upload_id: str
     sha256: str
@@ -41,7 +40,7 @@ class _Upload:
         return math.ceil(self.num_bytes / self.part_bytes)
 
     def part_length(self, number: int) -> int:
-        """Bytes of part 1, 2, …"""
+        """Return the number of bytes of part 1, 2, …"""
         return min(self.part_bytes, self.num_bytes - (number - 1) * self.part_bytes)
 
 
@@ -55,13 +54,13 @@ def journal_key(key: str) -> str:
 
 
 def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
-    """The configured part size, or the next MiB that keeps the file within S3's 10,000 parts."""
+    """Return the configured part size, or the next MiB that keeps the file within S3's 10,000 parts."""
     least = math.ceil(num_bytes / MAX_PARTS)
     return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)
 
 
 async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
-    """Send one file. Raises what `Storage.put_file` says."""
+    """Send one file. Raises like `Storage.put_file`."""
     location, before = storage.location(key), await asyncio.to_thread(path.stat)
     sha256 = await hash_file(path)
     part_bytes = part_bytes_for(before.st_size, storage.settings.transfer.part_bytes)
@@ -82,7 +81,7 @@ async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
 async def _resume(
     storage: S3Requests, location: Location, key: str, wanted: _Upload
 ) -> tuple[_Upload | None, dict[int, str]]:
-    """The upload of the same content that is under way, and the ETags of its parts that are there whole."""
+    """Return the current upload of the same content, and the ETags of its complete parts."""
     try:
         journal = json.loads(await storage.get_bytes(journal_key(key)))
         found = _Upload(**journal)
@@ -94,7 +93,7 @@ async def _resume(
     try:
         return found, await _parts_there(storage, location, found)
     except StorageError:
-        # Completed or aborted meanwhile, or forgotten by a server that restarted: begin again.
+        # Completed or aborted meanwhile, or lost in a restart of the server: start over.
         return None, {}
 
 
@@ -160,7 +159,7 @@ async def _complete(storage: S3Requests, location: Location, key: str, current: 
     except StorageTakenError:
         raise
     except StorageError:
-        # Its answer may have been lost: whether it worked is told by what is there now.
+        # The answer may have been lost: look at the stored object to find out whether it worked.
         if not await _is_there(storage, key, current):
             raise
     if not await _is_there(storage, key, current):
@@ -175,4 +174,4 @@ async def _abort(storage: S3Requests, location: Location, current: _Upload) -> N
     try:
         await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
     except StorageError:
-        return  # gone already, which is what was wanted; if not, the bucket's lifecycle rule ends it
+        return  # already gone; if not, the bucket's lifecycle rule ends it

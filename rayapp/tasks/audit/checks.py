@@ -1,6 +1,6 @@
-"""What an audit asks of one task. Each check scores answers as training would and says what it found.
+"""The checks of a task audit. Each check scores answers like training and reports findings.
 
-Called by `audit.py`. A verdict that infrastructure failed to give is no evidence, so it is a finding of its own.
+A verdict that is missing because infrastructure failed is a separate finding, as it is no evidence about the task.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rayapp.core.aio import side_by_side
-from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.tasks.audit.hunt import places_of, texts_in_sandbox
-from rayapp.tasks.audit.subject import Answer, Score, Subject, TestRun
+from rayapp.tasks.audit.hunt import holds_expression, places_of, texts_in_sandbox
+from rayapp.tasks.audit.subject import Attempt, RunTests, Score, Subject, TestRun
 
-Check = Literal["nothing", "solution", "flaky", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict"]
+Check = Literal["nothing", "solution", "flaky", "clock", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict"]
 SLOW_SHARE = 0.5
-"""Of its limit that a test of the solution may take: more, and a busy machine fails right answers."""
+"""Largest fraction of the time limit for the solution's tests: above it a busy machine fails right answers."""
 _TRIVIAL_SEEDS = range(3)
 _MOST_FAILED_SEEDS = 3
-"""Seeds of failed solutions that are run test by test, to name the tests."""
+"""Most seeds of a failed solution that are run test by test, to name the failed tests."""
 _MOST_NAMED = 3
 _TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something about a task that would train a policy wrongly."""
+class AuditFinding:
+    """A defect of a task that would mislead training."""
 
     task: str
     check: Check
@@ -38,20 +38,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReport:
-    """What the audit of one task found."""
+    """Result of the audit of one task."""
 
     task: str
     kind: str
     nothing: float | None = None
-    """Most that a no-op or an empty answer earned."""
+    """Highest reward of a no-op or empty answer."""
     solution: str = ""
-    """How often the solution earned 1, e.g. `20/20`; why it was not tried where there is none."""
+    """Number of runs in which the solution earned 1, e.g. `20/20`; `none` if the task has no solution."""
     trivial: float | None = None
-    """Most that an answer earned which anybody would guess, the mean over a few seeds."""
+    """Highest mean reward, over a few seeds, of a trivial answer."""
     trivial_answer: str = ""
     cheats: str = ""
-    """How many of the cheats were paid, e.g. `0/17`."""
-    findings: tuple[Finding, ...] = ()
+    """Number of cheats that earned a reward, e.g. `0/17`."""
+    findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,28 +60,30 @@ class Auditor:
     """Audits one task.
 
     Args:
-        runs: times that the solution and answers that do nothing are scored, each with another seed.
-        max_trivial: more than this share is too much for an answer that anybody would guess.
+        runs: number of times that the solution and no-op answers are scored, each with another seed.
+        max_trivial: highest permitted reward of a trivial answer.
     """
 
     subject: Subject
     sandboxes: SandboxSource
     runs: int
     max_trivial: float
-    _findings: list[Finding] = field(default_factory=list)
+    _findings: list[AuditFinding] = field(default_factory=list)
 
     async def report(self) -> TaskReport:
-        """All checks.
+        """Run all checks and return the report.
 
         Raises:
-            SandboxConfigError: no sandbox can ever be had.
+            SandboxConfigError: this configuration can never give a sandbox.
             InputError: the task can't be scored at all.
         """
         await self._solve()
         subject = self.subject
         nothing = await self._nothing()
         solution = await self._solution()
-        await self._slow()
+        runs = await self._run_tests(subject.run_tests, seed=0)
+        self._slow(runs)
+        await self._clock(runs)
         share, guess = await self._trivial()
         cheats = await self._cheats(max(0.0, nothing))
         await self._oracle()
@@ -108,9 +110,9 @@ class Auditor:
             self._found("verdict", f"its solution could not be made: {type(error).__name__}: {error}")
 
     def _found(self, check: Check, detail: str) -> None:
-        self._findings.append(Finding(task=self.subject.name, check=check, detail=detail))
+        self._findings.append(AuditFinding(task=self.subject.name, check=check, detail=detail))
 
-    async def _verdict(self, score: Score, answer: Answer, seed: int = 0) -> Reward:
+    async def _verdict(self, score: Score, answer: Attempt, seed: int = 0) -> Reward:
         reward = await score(answer.text, self.sandboxes, seed)
         if not reward.valid:
             self._found("verdict", f"{answer.name}: no verdict: {reward.failure_kind}: {reward.detail}")
@@ -129,7 +131,9 @@ class Auditor:
     async def _solution(self) -> str:
         if self.subject.solution is None:
             return "none"
-        answer = Answer(name="the solution", text=self.subject.solution)
+        for contradiction in self.subject.contradictions:
+            self._found("solution", contradiction)
+        answer = Attempt(name="the solution", text=self.subject.solution)
         rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
         failed = [seed for seed, reward in enumerate(rewards) if reward.valid and not _is_solved(reward)]
         if failed:
@@ -141,26 +145,37 @@ class Auditor:
         return f"{sum(map(_is_solved, rewards))}/{self.runs}"
 
     async def _failed_tests(self, seeds: Sequence[int]) -> str:
-        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(seed) if run.problem]
-        named = [f"{run.name}: {run.problem}" for run in runs[:_MOST_NAMED]]
+        run_tests = self.subject.run_tests
+        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
+        named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
 
-    async def _run_tests(self, seed: int) -> tuple[TestRun, ...]:
-        if self.subject.run_tests is None or self.subject.solution is None:
+    async def _run_tests(self, run_tests: RunTests | None, seed: int) -> tuple[TestRun, ...]:
+        if run_tests is None or self.subject.solution is None:
             return ()
         try:
-            return await self.subject.run_tests(self.subject.solution, self.sandboxes, seed)
+            return await run_tests(self.subject.solution, self.sandboxes, seed)
         except SandboxConfigError:
             raise
         except SandboxError as error:
             self._found("verdict", f"its tests, one by one: {type(error).__name__}: {error}")
             return ()
 
-    async def _slow(self) -> None:
-        limit_s = self.subject.limit_s * SLOW_SHARE
-        for run in await self._run_tests(seed=0):
-            if limit_s and run.seconds > limit_s:
-                self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {2 * limit_s:g} s")
+    def _slow(self, runs: Sequence[TestRun]) -> None:
+        limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
+        if self.subject.is_limit_of_all and runs:
+            slowest = max(runs, key=lambda run: run.seconds)
+            runs = [replace(slowest, name=f"all tests, the slowest {slowest.name}", seconds=total_s)]
+        for run in runs:
+            if limit_s and run.seconds > limit_s * SLOW_SHARE:
+                self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
+
+    async def _clock(self, runs: Sequence[TestRun]) -> None:
+        later = await self._run_tests(self.subject.run_later, seed=0)
+        names = [then.name for now, then in zip(runs, later, strict=False) if then.problem and not now.problem]
+        if names:
+            told = "; ".join(names[:_MOST_NAMED])
+            self._found("clock", f"the solution passes today and fails with the clock a year ahead: {told}")
 
     async def _trivial(self) -> tuple[float | None, str]:
         shares: dict[str, float] = {}
@@ -171,7 +186,7 @@ class Auditor:
             self._found("trivial", f"`{guess}` is worth {shares[guess]:.2f}, more than {self.max_trivial:g}")
         return shares.get(guess), guess if shares.get(guess) else ""
 
-    async def _share(self, answer: Answer) -> float:
+    async def _share(self, answer: Attempt) -> float:
         score = self.subject.score_share or self.subject.score
         rewards = [await self._verdict(score, answer, seed) for seed in _TRIVIAL_SEEDS]
         values = [max(0.0, reward.value) for reward in rewards if reward.valid]
@@ -180,7 +195,7 @@ class Auditor:
     async def _cheats(self, floor: float) -> str:
         score, paid = self.subject.score_cheat or self.subject.score, 0
         for cheat in self.subject.cheats:
-            # What ends its sandbox gets no verdict, and so no pay.
+            # A cheat that ends its sandbox gets no verdict, and so no reward.
             reward = await score(cheat.text, self.sandboxes, 0)
             if reward.valid and (_is_solved(reward) or reward.value > floor + _TINY):
                 paid += 1
@@ -189,7 +204,8 @@ class Auditor:
 
     async def _oracle(self) -> None:
         subject = self.subject
-        if places_of(subject.secrets, {"prompt": subject.prompt}):
+        is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
+        if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
             self._found("oracle", "its prompt holds text of the solution or of the hidden tests")
         if subject.workspace is None:
             return
@@ -200,7 +216,7 @@ class Auditor:
         except SandboxError as error:
             self._found("verdict", f"the search for the oracle: {type(error).__name__}: {error}")
             return
-        for path in places_of(subject.secrets, texts):
+        for path in places_of(subject.secrets, texts, subject.public):
             self._found("oracle", f"{path} in its sandbox holds text of the solution or of the hidden tests")
 
 
@@ -208,19 +224,19 @@ def _is_solved(reward: Reward) -> bool:
     return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
 
 
-def duplicates(subjects: Sequence[Subject]) -> list[Finding]:
-    """Tasks that ask the same as an earlier one, white space and case aside."""
+def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
+    """Return findings for tasks with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
-    return [Finding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
+    return [AuditFinding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
-    """By task: the earlier one with the same hidden tests. No fault where one is held out on purpose."""
+    """Return, by task, the earlier task with the same hidden tests. This may be intended, for held-out tasks."""
     return dict(_repeated(subjects, lambda subject: subject.tests_key))
 
 
 def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
-    """Names of those whose key an earlier one has, each with that one's name."""
+    """Return pairs of names: a subject, and the first subject with the same key."""
     first: dict[str, Subject] = {}
     pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
     return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
@@ -234,23 +250,29 @@ async def audit(
     max_trivial: float = 0.5,
     at_once: int = 4,
 ) -> list[TaskReport]:
-    """Reports in the order of the tasks.
-
-    Raises:
-        SandboxConfigError, InputError: as `Auditor.report`.
-    """
+    """Return the tasks' reports in order. A task that can't be audited has a finding with the reason."""
     turns = asyncio.Semaphore(at_once)
 
     async def one(subject: Subject) -> TaskReport:
+        if subject.cannot_run:
+            return _unusable(subject, subject.cannot_run)
         async with turns:
-            return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
+            try:
+                return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
+            except (SandboxConfigError, InputError) as error:
+                return _unusable(subject, str(error))
 
     reports = await side_by_side(map(one, subjects))
     twice, alike = duplicates(subjects), shared_tests(subjects)
     return [_with_others(report, twice, alike) for report in reports]
 
 
-def _with_others(report: TaskReport, twice: Sequence[Finding], alike: dict[str, str]) -> TaskReport:
+def _unusable(subject: Subject, why: str) -> TaskReport:
+    finding = AuditFinding(task=subject.name, check="verdict", detail=why)
+    return TaskReport(task=subject.name, kind=subject.kind, findings=(finding,))
+
+
+def _with_others(report: TaskReport, twice: Sequence[AuditFinding], alike: dict[str, str]) -> TaskReport:
     mine = tuple(finding for finding in twice if finding.task == report.task)
     notes = report.notes | ({"tests": f"the same as {alike[report.task]}'s"} if report.task in alike else {})
     return replace(report, findings=(*report.findings, *mine), notes=notes)

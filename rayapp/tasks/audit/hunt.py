@@ -1,24 +1,39 @@
-"""Looks for a task's oracle where model-written code runs: in the files, the environment and the processes there.
+"""Searches for leaks of a task's solution and hidden tests where model-written code runs.
 
-    workspace filled as for an agent -> program inside lists and reads what it can -> texts come out -> compared here
+    workspace filled as for an agent -> program inside reads files, environment, processes -> texts -> compared here
 
-Nothing secret goes in: the program looks for words that anybody knows, such as the function's name, and reads out the
-files that hold them.
+No secret enters the sandbox: the program searches for public words, such as the function's name, and returns the files
+that contain them. A secret is also found in base64 or hex, with other white space, and, in Python, as a function with
+other names.
 """
 
 from __future__ import annotations
 
+import ast
+import base64
+import binascii
+import builtins
+import copy
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import AgentStart, SandboxSpec
-from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S
+from rayapp.tasks.extraction import parse
+from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 _TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 8 << 20
+_MIN_WORD_CHARS = 4
+"""Shorter words occur in files of any system."""
+_MIN_NODES = 20
+"""Functions with fewer nodes may be equal by chance."""
+_ENCODED = re.compile(r"(?:[A-Za-z0-9+/_-]{16,}\n)*[A-Za-z0-9+/_-]{4,}={0,2}")
+_MIN_ENCODED_CHARS = 24
+_PYTHONS_NAMES = frozenset(vars(builtins))
 _PROGRAM = """
 import json, os, sys
 words = json.loads(sys.stdin.read())
@@ -40,7 +55,8 @@ def walk(root, always):
             look(os.path.join(folder, name), always)
 SKIPPED = {'/proc', '/sys', '/dev', '/usr', '/bin', '/sbin', '/lib', '/lib64', here, sys.base_prefix}
 walk(here, True)
-walk('/', False)
+if words:
+    walk('/', False)
 for number in os.listdir('/proc') if os.path.isdir('/proc') else ():
     if number.isdigit():
         for name in ('cmdline', 'environ'):
@@ -52,27 +68,26 @@ for number in os.listdir('/proc') if os.path.isdir('/proc') else ():
 seen['its environment'] = repr(dict(os.environ))
 print(json.dumps(seen))
 """
-# The system's own programs and Python are skipped: they are the same for every task, and take minutes to read.
+# The system's programs and Python are skipped: they are the same for every task, and reading them takes minutes.
 
 
 async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: SandboxSource) -> dict[str, str]:
-    """What code can read in a workspace that was filled for an agent, by path.
+    """Return the texts that code can read in a workspace that was filled for an agent, by path.
 
     Args:
-        words: outside the workspace, files that hold one of them are read.
+        words: outside the workspace, only files with one of these words are read; words under 4 letters are ignored.
     Raises:
         SandboxError: the sandbox failed.
     """
     asked = start.spec or SandboxSpec()
     spec = replace(asked, packages=(*asked.packages, *start.packages))
+    told = json.dumps(sorted(word for word in words if len(word.removeprefix("def ")) >= _MIN_WORD_CHARS))
     async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         for path, text in start.files.items():
             await sandbox.write_file(path, text.encode())
         if start.setup:
             await sandbox.run_command(start.setup, timeout_s=_TIMEOUT_S)
-        ran = await sandbox.run_code(
-            _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps(sorted(words)), max_output_bytes=_MAX_OUTPUT_BYTES
-        )
+        ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     try:
         found = json.loads(ran.stdout)
     except ValueError:
@@ -81,11 +96,68 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
     return {str(path): str(text) for path, text in found.items()}
 
 
-def places_of(secrets: Iterable[str], texts: dict[str, str]) -> list[str]:
-    """Where a secret is, white space aside."""
-    known = [_squeezed(secret) for secret in secrets]
-    return [path for path, text in texts.items() if any(secret in _squeezed(text) for secret in known)]
+def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[str] = ()) -> list[str]:
+    """Return the paths of texts that contain a secret.
+
+    Args:
+        public: texts whose Python functions are not secret.
+    """
+    secrets = tuple(secrets)
+    known = {_bare(secret) for secret in secrets}
+    shapes = {shape for secret in secrets for shape in _shapes(secret)}
+    shapes -= {shape for text in public for shape in _shapes(text)}
+    return [path for path, text in texts.items() if any(_holds(reading, known, shapes) for reading in _readings(text))]
 
 
-def _squeezed(text: str) -> str:
-    return " ".join(text.split())
+def holds_expression(text: str, expression: str) -> bool:
+    """True if a text contains a whole expression, ignoring white space."""
+    parts = re.findall(r"\w+|[^\w\s]", expression)
+    return re.search(r"(?<![\w.])" + r"\s*".join(map(re.escape, parts)) + r"(?!\w)", text) is not None
+
+
+def _holds(text: str, known: set[str], shapes: set[str]) -> bool:
+    bare = _bare(text)
+    return any(secret in bare for secret in known) or not shapes.isdisjoint(_shapes(text))
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+def _readings(text: str) -> Iterator[str]:
+    """Yield the text itself, and each part of it that is base64 or hex, decoded."""
+    yield text
+    for found in _ENCODED.finditer(text):
+        encoded = _bare(found[0])
+        if len(encoded) < _MIN_ENCODED_CHARS:
+            continue
+        if re.fullmatch(r"(?:[0-9a-fA-F]{2})+", encoded):
+            yield bytes.fromhex(encoded).decode(errors="replace")
+        data = encoded.rstrip("=").replace("-", "+").replace("_", "/")
+        try:
+            yield base64.b64decode(data + "=" * (-len(data) % 4)).decode(errors="replace")
+        except binascii.Error:
+            continue
+
+
+def _shapes(text: str) -> Iterator[str]:
+    """Yield each function of Python source with its names numbered in order; nothing if the text is not Python."""
+    tree = parse(text) if "def " in text else None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and sum(1 for _ in ast.walk(node)) >= _MIN_NODES:
+            yield _shape(node)
+
+
+def _shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return a function without name, docstring and annotations, and with its names numbered, except builtins."""
+    function = copy.deepcopy(function)
+    function.name, function.returns, function.decorator_list = "", None, []
+    if ast.get_docstring(function, clean=False) is not None:
+        del function.body[0]
+    numbers: dict[str, str] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.arg, node.annotation = numbers.setdefault(node.arg, str(len(numbers))), None
+        elif isinstance(node, ast.Name) and node.id not in _PYTHONS_NAMES:
+            node.id = numbers.setdefault(node.id, str(len(numbers)))
+    return ast.dump(function)

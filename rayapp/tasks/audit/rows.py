@@ -1,4 +1,4 @@
-"""Rows of data and problems of a benchmark as subjects of an audit."""
+"""Makes subjects of an audit from data rows and benchmark problems."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.tasks.answers import Answer as ScoredAnswer
 from rayapp.tasks.answers import AnswerRewards, score_answer
-from rayapp.tasks.audit.batteries import (
+from rayapp.tasks.audit.clock import a_year_later
+from rayapp.tasks.audit.subject import (
     NOTHING_OF_PROGRAM,
     PROSE,
     TRIVIAL_OF_PROGRAM,
+    Score,
+    Subject,
+    TestRun,
     cheats_of_function,
     cheats_of_program,
     fenced,
     nothing_of_function,
     trivial_of_function,
 )
-from rayapp.tasks.audit.subject import Score, Subject, TestRun
 from rayapp.tasks.code.benchmarks import BenchmarkTask
-from rayapp.tasks.code.problem import CallTest, CodeTests, StdinTest, Test
+from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, StdinTest, Test
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -34,7 +37,7 @@ MIN_SECRET_CHARS = 40
 
 
 async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit: int | None) -> list[Subject]:
-    """The rows of a parquet file.
+    """Return the rows of a parquet file as subjects.
 
     Raises:
         InputError: the file or a row can't be used.
@@ -46,7 +49,7 @@ async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit
 
 
 async def benchmark_subjects(tasks: Sequence[BenchmarkTask]) -> list[Subject]:
-    """The problems of a benchmark."""
+    """Return the problems of a benchmark as subjects."""
     return [
         await _code_subject(
             task.problem,
@@ -101,6 +104,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
         score_share=_score(by_share),
         run_tests=partial(_run_tests, problem, tests),
+        run_later=partial(_run_later, problem, tests, a_year_later(reference)),
         limit_s=problem.rules.test_timeout_s,
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
         notes={} if reference else {"solution": "none came with it"},
@@ -117,12 +121,18 @@ def _score(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """All of them, whatever the seed would choose."""
+    """Run all tests, not only those that the seed would draw."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
         for number, (test, (why, seconds)) in enumerate(zip(tests.tests, ran, strict=True), start=1)
     )
+
+
+async def _run_later(
+    problem: CodeProblem, tests: CodeTests, code: str, _: str, sandboxes: SandboxSource, seed: int
+) -> tuple[TestRun, ...]:
+    return await _run_tests(problem, tests, fenced(code), sandboxes, seed)
 
 
 def _shown(test: Test) -> str:

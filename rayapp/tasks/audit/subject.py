@@ -1,50 +1,65 @@
-"""What an audit has to know of a task, whatever kind it is: answers to try, how they are scored, what must stay secret.
+"""The subject of an audit: a task of any kind with answers to try, its scoring, and its secrets.
 
-Made by `coding.py`, `rows.py` and `repository.py`; read by `checks.py`. Data, but for `score_of`.
+Made by `subjects.py` and `rows.py`; read by `checks.py`. The module also makes answers that deserve no reward, for
+functions and for programs: empty ones, trivial ones, and cheats. They are text here, and run only in sandboxes. A cheat
+(`cheats.yaml`) is inserted into a no-op answer: any reward above the no-op's is due to cheating.
+
+`examples_in` reads the examples in a coding task's prompt, to check the reference against the author's intention:
+
+    f([1, 2]) == 3      f([1, 2]) -> 3      f([1, 2]) returns 3      >>> f([1, 2])
+                                                                     3
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import ast
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 
 import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict
 
 from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import AgentStart, Prompt, Reward
+from rayapp.tasks.cases import Case
+from rayapp.tasks.verdict import task_verdict
 
 Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
-"""From an answer and a seed, which draws the hidden tests, to what the task pays for it."""
+"""From an answer and a seed, which draws the hidden tests, to the task's reward."""
 
 
 def score_of(task: Task) -> Score:
-    """The task's own score, of a text that follows no prompt."""
+    """Return the task's own score, for texts without a prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
-        return await task.score(prompt, answer, sandboxes, seed=seed)
+        return await task_verdict(task, prompt, answer, sandboxes, seed=seed)
 
     return score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """One hidden test on one answer."""
+    """Result of one hidden test on one answer."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a pytest class
     name: str
-    """For a person: what the test is, without what it expects."""
+    """Description of the test, without the expected value."""
     problem: str
-    """Why it is failed; empty where it is passed."""
+    """Reason of failure; empty if passed."""
     seconds: float
 
 
 RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestRun, ...]]]
-"""As `Score`, test by test."""
+"""Like `Score`, but with one result for each test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Attempt:
     """An answer to try."""
 
     name: str
@@ -58,32 +73,154 @@ class Subject:
     name: str
     kind: str
     prompt: str
-    """What the policy is told, for the search for duplicates and for the oracle in it."""
+    """The policy's prompt, searched for duplicates and for leaks."""
     tests_key: str
     """Equal for tasks with the same hidden tests."""
     score: Score
     solution: str | None
-    """An answer that must earn 1; None where the task comes with none."""
-    nothing: tuple[Answer, ...]
+    """An answer that must earn 1; None if the task has none."""
+    nothing: tuple[Attempt, ...]
     """No-op and empty answers: none may earn more than 0."""
-    trivial: tuple[Answer, ...] = ()
-    """Answers that anybody would guess, as `return xs`."""
+    trivial: tuple[Attempt, ...] = ()
+    """Trivial answers, such as `return xs`."""
     solve: Callable[[SandboxSource], Awaitable[str | None]] | None = None
-    """Makes that answer, where it has to be made in a sandbox."""
-    cheats: tuple[Answer, ...] = ()
-    """Answers that try to be paid for nothing."""
+    """Makes the solution, if it has to be made in a sandbox."""
+    cheats: tuple[Attempt, ...] = ()
+    """Answers that try to earn a reward without solving the task."""
     score_cheat: Score | None = None
-    """In place of `score`, without rules that are about style (banned names): a cheat must fail by isolation."""
+    """Replaces `score` for cheats, without rules of style (banned names): a cheat must fail by isolation."""
     score_share: Score | None = None
-    """In place of `score` for trivial answers, where that is all or nothing: the share of tests."""
+    """Replaces an all-or-nothing `score` for trivial answers: the fraction of passed tests."""
     run_tests: RunTests | None = None
+    run_later: RunTests | None = None
+    """Like `run_tests`, with the clock a year ahead."""
     limit_s: float = 0.0
-    """For one test, or for all of them together; 0 where there is none."""
+    """Time limit for one test, or for all tests together; 0 if there is none."""
+    is_limit_of_all: bool = False
+    """The limit is for all tests together."""
     secrets: tuple[str, ...] = ()
-    """Texts of the oracle, long enough not to be anywhere by chance."""
+    """Texts of the solution and hidden tests, too long to occur elsewhere by chance."""
+    public: tuple[str, ...] = ()
+    """Texts whose Python functions are not secret."""
+    expression: str = ""
+    """An expression that is the whole solution, however short: it must not be in the prompt."""
+    contradictions: tuple[str, ...] = ()
+    """Contradictions between the reference and the task's own examples."""
+    cannot_run: str = ""
+    """Reason why the task can't be audited; empty if it can."""
     workspace: AgentStart | None = None
-    """What an agent finds, where one can play the task."""
+    """Start of an agent, if an agent can play the task."""
     public_words: tuple[str, ...] = field(default=())
-    """Words of the task that anybody knows: files that hold them are read in the search for the oracle."""
+    """Public words of the task: files that contain them are read in the search for leaks."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By check: what it can't say here, and why."""
+    """Restrictions of the audit, by check, with the reason."""
+
+
+PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I don't know how to do this."))
+
+CONSTANTS = ("None", "0", "1", "-1", "True", "False", "''", "[]", "{}", "()")
+LINES = ("0", "1", "-1", "YES", "NO", "Yes", "No")
+
+
+GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
+
+
+def guesses(question: str) -> tuple[Attempt, ...]:
+    """Return trivial short answers, and two that contain many: the question, and all numbers up to 99."""
+    told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
+            ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
+    return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
+
+
+def fenced(code: str) -> str:
+    """Return code as an answer."""
+    return f"```python\n{code.rstrip()}\n```\n"
+
+
+def function(name: str, parameters: Sequence[str], value: str, above: str = "") -> str:
+    """Return an answer whose function returns the value of an expression."""
+    return fenced(f"{above}\n\ndef {name}({', '.join(parameters)}):\n    return {value}")
+
+
+def nothing_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    return (*PROSE, Attempt(name="a function that does nothing", text=function(name, parameters, "None")))
+
+
+def trivial_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    """Return answers that return a parameter or a constant."""
+    inputs = [f"{each.removeprefix('*')}[0]" if each.startswith("*") else each for each in parameters]
+    values = [*inputs, *CONSTANTS[1:]]
+    return tuple(Attempt(name=f"return {value}", text=function(name, parameters, value)) for value in values)
+
+
+def cheats_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
+    return tuple(
+        Attempt(name=cheat.name, text=function(name, parameters, cheat.value or "None", cheat.above))
+        for cheat in _cheats()
+        if not cheat.programs_only
+    )
+
+
+def cheats_of_program() -> tuple[Attempt, ...]:
+    return tuple(Attempt(name=cheat.name, text=fenced(cheat.above)) for cheat in _cheats() if not cheat.value)
+
+
+def cheats() -> dict[str, str]:
+    """Return the code of cheats that can be put above any other code, by description."""
+    return {cheat.name: cheat.above for cheat in _cheats() if not cheat.value and not cheat.programs_only}
+
+
+class _Cheat(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    above: str
+    value: str = ""
+    programs_only: bool = False
+
+
+@cache
+def _cheats() -> tuple[_Cheat, ...]:
+    text = resources.files("rayapp.tasks.audit").joinpath("cheats.yaml").read_text(encoding="utf-8")
+    return tuple(map(_Cheat.model_validate, yaml.safe_load(text)))
+
+
+NOTHING_OF_PROGRAM = (*PROSE, Attempt(name="a program that does nothing", text=fenced("pass")))
+TRIVIAL_OF_PROGRAM = (
+    *(Attempt(name=f"print({line!r})", text=fenced(f"print({line!r})")) for line in LINES),
+    Attempt(name="prints its input", text=fenced("import sys\nprint(sys.stdin.read())")),
+    Attempt(name="prints its first line", text=fenced("print(input())")),
+)
+
+
+_GIVES = re.compile(r"`?\s*(?:==|->|=>|→|returns?\b|gives\b|is\b)\s*`?|[ \t]*\n[ \t]*(?!>>>)")
+_ENDS = re.compile(r"`?(?:$|\n|[.;:)](?!\w)|,\s*[^\s\d\"'(\[{-]|\s+(?:and|but|because|since|as|while)\b)")
+_SCALAR = re.compile(r"True|False|None|-?[0-9]+|\"[^\"\\\n]*\"|'[^'\\\n]*'")
+_MOST_CHARS = 500
+
+
+def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
+    """Yield each example as written, and as a test. Examples with a float are left out, as they may be rounded."""
+    for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
+        text = prompt[found.end() : found.end() + _MOST_CHARS]
+        call = _bracketed(text)
+        gives = _GIVES.match(text, len(call))
+        if not call or gives is None:
+            continue
+        rest = text[gives.end() :]
+        scalar = _SCALAR.match(rest)
+        value = scalar[0] if scalar else _bracketed(rest)
+        if value and _ENDS.match(rest, len(value)) and "." not in value:
+            arguments = ast.literal_eval(f"[{call[1:-1]}]")
+            yield f"{func_name}{call} gives {value}", Case(args=tuple(arguments), expected=ast.literal_eval(value))
+
+
+def _bracketed(text: str) -> str:
+    """Return the shortest prefix of the text that is a literal in brackets; empty if there is none."""
+    for end in (place + 1 for place, letter in enumerate(text) if letter in ")]}"):
+        try:
+            # A call's arguments are read as a list, because `(1)` is not a tuple.
+            ast.literal_eval(f"[{text[1 : end - 1]}]" if text[0] == "(" else text[:end])
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        return text[:end]
+    return ""

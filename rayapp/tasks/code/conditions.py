@@ -1,58 +1,92 @@
-"""Takes an assertion apart: the calls of the function under test, and what must hold for their results.
+"""Reads tests that a data set writes as Python: MBPP's list of asserts, HumanEval's `check` function.
 
-    assert abs(f(1.5) - 0.5) < 1e-6   ->   calls ((1.5,),)   condition: abs(RESULT - 0.5) < 1e-6
+Each assertion is separated into the calls of the function under test, and a condition on their results:
 
-Only the calls go to a sandbox; the condition is evaluated outside. It is never run as Python: each node of its syntax
-tree becomes one of the operations below, and a node that is none of them makes the assertion inseparable. Rows of a
-data set are so read without being trusted.
+    assert abs(f(1.5) - 0.5) < 1e-6   ->   CallTest: calls ((1.5,),)   condition: abs(RESULT - 0.5) < 1e-6
+
+Only the calls go to a sandbox; the condition, and with it the expected value, stays outside and is evaluated in the
+text process. It never runs as Python: each node of its syntax tree becomes one of the operations below. A node without
+such an operation makes the assertion inseparable; a body with such a statement, for example a loop over random inputs,
+becomes an `InsideTest`. A data set's rows are not trusted: the sizes of constants are limited, one by one and in sum.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rayapp.sandbox.verdict.codec import check_hashes, encode_inputs
-from rayapp.tasks.code.problem import CallTest
+from rayapp.core.errors import InputError
+from rayapp.sandbox.verdict.compare import check_hashes
+from rayapp.sandbox.verdict.harness import pack
+from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, InsideTest, Test
+from rayapp.tasks.extraction import parse
 
 _Term = Callable[[Sequence[object]], Any]
 _MOST_BITS = 1 << 20
 _MOST_PARTS = 1 << 20
+_MOST_CONSTANTS = 1 << 21
+"""Most parts of all constants of an assertion together, including intermediate results."""
 
 
 class InseparableError(Exception):
-    """The assertion can't be taken apart."""
+    """The assertion can't be separated into calls and a condition."""
 
 
 def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
-    """The test of an assertion; None for one that calls nothing and holds anyway, such as `assert True`.
+    """Return the test of an assertion; None for a true assertion without calls, such as `assert True`.
 
     Args:
         functions: names by which the assertion calls the function under test.
     Raises:
-        InseparableError: it has to run as it is.
+        InseparableError: the assertion has to run as it is, inside the sandbox.
     """
     reader = _Reader(functions)
     condition = reader.term(assertion)
     if reader.calls:
-        return CallTest(calls=tuple(reader.calls), condition=condition)
+        source = ast.unparse(assertion)
+        return CallTest(calls=tuple(reader.calls), condition=functools.partial(holds, source, functions))
     if not _value(condition):
         raise InseparableError
     return None
 
 
+def holds(assertion: str, functions: frozenset[str], results: Sequence[object]) -> bool:
+    """True if an assertion that `separate` accepted holds for the results of its calls."""
+    return bool(_condition(assertion, functions)(results))
+
+
+@functools.lru_cache(maxsize=64)
+def _condition(assertion: str, functions: frozenset[str]) -> _Term:
+    return _Reader(functions).term(ast.parse(assertion, mode="eval").body)
+
+
 class _Reader:
-    """Reads one assertion; `calls` are those met so far, and a term takes the results of all of them."""
+    """Reads one assertion. `calls` are the calls found so far; a term takes the results of all calls."""
 
     def __init__(self, functions: frozenset[str]) -> None:
         self._functions = functions
         self.calls: list[tuple[object, ...]] = []
+        self._parts_left = _MOST_CONSTANTS
 
     def term(self, node: ast.expr) -> _Term:
+        """Return the term of an expression. An expression without calls is evaluated here, once."""
+        num_calls = len(self.calls)
+        term = self._term(node)
+        if len(self.calls) > num_calls:
+            return term
+        value = _value(term)
+        self._parts_left -= _num_parts(value)
+        if self._parts_left < 0:
+            raise InseparableError
+        return lambda _: value
+
+    def _term(self, node: ast.expr) -> _Term:
         match node:
             case ast.Constant(value=value):
                 return lambda _: value
@@ -97,9 +131,11 @@ class _Reader:
         if node.keywords:
             raise InseparableError
         nested = _Reader(self._functions)
+        nested._parts_left = self._parts_left
         arguments = _value(_together(map(nested.term, node.args)))
+        self._parts_left = nested._parts_left
         if nested.calls:
-            raise InseparableError  # it is called with its own result
+            raise InseparableError  # the function is called with its own result
         _check_plain(arguments)
         self.calls.append(tuple(arguments))
         index = len(self.calls) - 1
@@ -117,7 +153,7 @@ class _Reader:
 
 
 def _value(term: _Term) -> Any:
-    """What a term without calls comes to."""
+    """Return the value of a term without calls."""
     try:
         return term(())
     except Exception as error:  # boundary: an expression of the data set
@@ -126,7 +162,7 @@ def _value(term: _Term) -> Any:
 
 def _check_plain(arguments: Sequence[object]) -> None:
     try:
-        encode_inputs([arguments])
+        pack(list(arguments))
     except (TypeError, ValueError) as error:
         raise InseparableError from error
 
@@ -141,7 +177,7 @@ def _call(function: Callable[[Any], Any], argument: _Term) -> _Term:
 
 
 def _set(values: Any = ()) -> set[Any]:
-    # One of the values may be a candidate's, made so that all of its parts have one hash.
+    # A candidate may have returned a value whose parts all have the same hash.
     parts = list(values)
     check_hashes(parts)
     return set(parts)
@@ -160,10 +196,36 @@ def _remainder(left: Any, right: Any) -> Any:
 
 
 def _product(left: Any, right: Any) -> Any:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | bytes | list | tuple) and type(times) is int and len(value) * times > _MOST_PARTS:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > _MOST_BITS:
+            raise OverflowError
+    elif type(left) is int or type(right) is int:
+        value, times = (right, left) if type(left) is int else (left, right)
+        if isinstance(value, str | bytes | list | tuple) and _num_parts(value) * times > _MOST_PARTS:
             raise OverflowError
     return left * right
+
+
+def _plus(left: Any, right: Any) -> Any:
+    if isinstance(left, str | bytes | list | tuple) and _num_parts(left) + _num_parts(right) > _MOST_PARTS:
+        raise OverflowError
+    return left + right
+
+
+def _sum(values: Any, start: Any = 0) -> Any:
+    parts = [start, *values]
+    if not all(isinstance(part, int | float) for part in parts):
+        raise TypeError("only numbers are summed: a sum of lists takes the square of their number")
+    return sum(parts)
+
+
+def _num_parts(value: Any) -> int:
+    """Return the number of leaves and containers in plain data; a text counts its characters."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return 1 + sum(map(_num_parts, itertools.chain(value, value.values())))
+    return 1 + sum(map(_num_parts, value)) if isinstance(value, list | tuple | set) else 1
 
 
 _DISPLAYS: dict[type[ast.expr], Callable[[Any], Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: _set}
@@ -171,7 +233,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert,
 }  # fmt: skip
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv,
+    ast.Add: _plus, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: _remainder, ast.Pow: _power,
 }  # fmt: skip
 COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -182,7 +244,121 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "math.fabs": math.fabs, "math.isclose": math.isclose, "round": round, "len": len, "sorted": sorted,
     "set": _set, "frozenset": _set, "list": list, "tuple": tuple, "float": float, "int": int, "bool": bool,
-    "sum": sum, "min": min, "max": max,
+    "sum": _sum, "min": min, "max": max,
 }  # fmt: skip
-"""Functions of a condition, all without effects."""
+"""Functions that a condition may call, all without side effects."""
 _KEYWORDS = frozenset({"rel_tol", "abs_tol", "reverse"})
+
+
+_CANDIDATE = "candidate"
+
+
+def humaneval_tests(prompt: str, entry_point: str, test: str) -> CodeTests:
+    """Return the tests of a HumanEval problem.
+
+    Args:
+        prompt: the beginning of a Python file, up to the function's `def` line and docstring.
+        test: source of `def check(candidate)`.
+    Raises:
+        InputError: prompt or test is not Python, or there is no function check.
+    """
+    above = preamble_of(prompt, entry_point)
+    check = next((n for n in _parse(test, "test").body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)
+    if check is None:
+        raise InputError("its test defines no function check(candidate)")
+    names = frozenset({_CANDIDATE, entry_point})
+    try:
+        tests: list[Test] = _separated(check.body, names)
+    except InseparableError:
+        # The check contains the prompt's own helpers, so that it does not use the candidate's versions of them.
+        tests = [_inside([*_parse(above, "prompt").body, *check.body], _CANDIDATE)]
+    return _some(CodeTests(tests=tuple(tests), function=entry_point, preamble=above))
+
+
+def mbpp_tests(test_list: Sequence[str], setup: str) -> CodeTests:
+    """Return the tests of an MBPP problem; the function's name is taken from the asserts.
+
+    Args:
+        setup: Python code between the solution and the asserts.
+    Raises:
+        InputError: a test is not a Python assert, or calls no function.
+    """
+    function = _function_of([_parse(test, "test") for test in test_list])
+    above = _parse(setup, "test_setup_code").body
+    only_imports = all(isinstance(node, ast.Import | ast.ImportFrom) for node in above)
+    tests: list[Test] = []
+    for test in test_list:
+        body = _parse(test, "test").body
+        try:
+            if not only_imports:
+                raise InseparableError
+            tests += _separated(body, frozenset({function}))
+        except InseparableError:
+            tests.append(_inside([*above, *body], function))
+    return _some(CodeTests(tests=tuple(tests), function=function, num_public=len(tests)))
+
+
+def preamble_of(prompt: str, entry_point: str) -> str:
+    """Return the code above the function in a HumanEval prompt: imports and helpers.
+
+    Raises:
+        InputError: the prompt is not Python, or does not end in this function.
+    """
+    body = _parse(f"{prompt}\n    pass\n", "prompt").body
+    last = body[-1] if body else None
+    if not isinstance(last, ast.FunctionDef) or last.name != entry_point:
+        raise InputError(f"its prompt does not end in the function {entry_point}")
+    return ast.unparse(ast.Module(body=body[:-1], type_ignores=[]))
+
+
+def _separated(body: Sequence[ast.stmt], names: frozenset[str]) -> list[Test]:
+    found: list[CallTest] = []
+    for node in body:
+        match node:
+            case ast.Assert(test=test):
+                separated = separate(test, names)
+                found += [separated] if separated is not None else []
+            case ast.Import() | ast.Expr(value=ast.Constant()) | ast.Pass():
+                pass
+            case _:
+                raise InseparableError
+    return list(found)
+
+
+def _inside(body: Sequence[ast.stmt], name: str) -> InsideTest:
+    arguments = ast.arguments(posonlyargs=[], args=[ast.arg(name)], kwonlyargs=[], kw_defaults=[], defaults=[])
+    check = ast.FunctionDef(name="check", args=arguments, body=list(body), decorator_list=[])
+    imports = [node for statement in body for node in ast.walk(statement)]
+    modules = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module}
+    source = ast.unparse(ast.fix_missing_locations(ast.Module(body=[check], type_ignores=[])))
+    return InsideTest(check=source, modules=tuple(sorted(modules)))
+
+
+def _function_of(tests: Sequence[ast.Module]) -> str:
+    """Return the function under test: the first function called in an assert that is not a Python builtin.
+
+    If all are builtins, it is the outermost: one problem of MBPP asks for a function `sum`.
+    """
+    asserted = [node.test for tree in tests for node in tree.body if isinstance(node, ast.Assert)]
+    inside = [node for test in asserted for node in ast.walk(test)]
+    called = [node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    if not called:
+        raise InputError("its tests assert nothing of a function")
+    return next((name for name in called if name not in _OF_PYTHON), called[0])
+
+
+def _some(tests: CodeTests) -> CodeTests:
+    if not tests.tests:
+        raise InputError("it has no tests")
+    return tests
+
+
+def _parse(source: str, name: str) -> ast.Module:
+    tree = parse(source)
+    if tree is None:
+        raise InputError(f"its {name} is no Python: {source!r:.80}")
+    return tree
+
+
+_OF_PYTHON = frozenset(vars(builtins))

@@ -1,16 +1,16 @@
-"""Reads a row's ground truth as the tests of a code problem, in the format of any data set that is known here. Pure.
+"""Reads a row's ground truth as the tests of a code problem, in the format of any supported data set. Pure.
 
-| fields | whose |
+| fields | data set |
 |---|---|
-| `inputs`, `outputs`, `fn_name` | PRIME's rows for verl, and what `rayapp data prepare` writes |
+| `inputs`, `outputs`, `fn_name` | PRIME's rows for verl, and rows from `rayapp data prepare` |
 | `input_output` | APPS, TACO: JSON text of the above |
 | `public_tests`, `private_tests`, `generated_tests` | CodeContests |
 | `public_test_cases`, `private_test_cases`, `metadata` | LiveCodeBench |
 | `test_list`, `test_setup_code` or `test_imports` | MBPP |
 | `prompt`, `entry_point`, `test` | HumanEval |
 
-The first four come to PRIME's form, and then to tests. With `fn_name` the tests call that function, each input being
-its arguments: a list of them, or a text with one JSON value a line. Without it each input is a program's standard
+The first four are converted to PRIME's form, and then to tests. With `fn_name` the tests call that function; each input
+is a list of arguments, or a text with one JSON value a line. Without `fn_name` each input is a program's standard
 input.
 """
 
@@ -23,15 +23,17 @@ import pickletools
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from keyword import iskeyword
 from typing import Any
 
 from rayapp.core.errors import InputError
-from rayapp.tasks.code.asserts import humaneval_tests, mbpp_tests
-from rayapp.tasks.code.outputs import Comparison, same_json, same_output
-from rayapp.tasks.code.problem import CallTest, CodeTests, StdinTest
+from rayapp.tasks.code.conditions import humaneval_tests, mbpp_tests
+from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, StdinTest, is_returned, same_output
 
 Fields = Mapping[str, Any]
-_LEAST_OUTPUT_BYTES = 1 << 16
+_LEAST_OUTPUT_BYTES = 1 << 20
+_OUTPUT_RATIO = 8
+"""Allowed output size, as a multiple of the expected output: there may be more digits and white space."""
 _MOST_DECODED_BYTES = 1 << 28
 _TEXT_OPS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
 _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
@@ -39,16 +41,25 @@ _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "P
 
 @functools.lru_cache(maxsize=32)
 def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests:
-    """The tests of a row. All completions of a group share them, so the last ones are kept.
+    """Return the tests of a row. Cached, because all completions of a group share them.
 
     Args:
         ground_truth: JSON text of a struct with the fields of one of the formats above.
     Raises:
-        InputError: it is no problem that can be scored; says why.
+        InputError: the problem can't be scored; the message says why.
     """
-    fields = _loaded(ground_truth, "ground_truth")
+    try:
+        return _read_fields(_loaded(ground_truth, "ground_truth"), comparison)
+    except InputError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+        # boundary: a data set's row may hold anything
+        raise InputError(f"it can't be read as a problem: {type(error).__name__}: {error}") from error
+
+
+def _read_fields(fields: object, comparison: Comparison) -> CodeTests:
     if not isinstance(fields, dict):
-        raise InputError(f"its ground_truth must be a struct of tests, not {ground_truth!r:.80}")
+        raise InputError(f"its ground_truth must be a struct of tests, not {fields!r:.80}")
     if "test_list" in fields:
         setup = [fields.get("test_setup_code") or "", *(fields.get("test_imports") or ())]
         return mbpp_tests(_list(fields, "test_list"), "\n".join(setup))
@@ -58,12 +69,19 @@ def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests
 
 
 def as_json(ground_truth: object) -> str:
-    """The ground truth of a row, which may be a struct, as text."""
-    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
+    """Return the ground truth of a row, which may be a struct, as text.
+
+    Raises:
+        InputError: it holds values that JSON can't represent, such as bytes or a date.
+    """
+    try:
+        return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"its ground_truth can't be written as JSON: {error}") from error
 
 
 def prime_form(fields: Fields) -> dict[str, Any]:
-    """`{inputs, outputs, fn_name, num_public}` of the first four formats.
+    """Return `{inputs, outputs, fn_name, num_public}` from one of the first four formats.
 
     Raises:
         InputError: a field is missing or can't be read.
@@ -84,12 +102,13 @@ def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
     if len(inputs) != len(outputs) or not inputs:
         raise InputError(f"it has {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed for a test")
     function = fields.get("fn_name") or ""
-    if not isinstance(function, str) or (function and not function.isidentifier()):
+    if not isinstance(function, str) or (function and (not function.isidentifier() or iskeyword(function))):
         raise InputError(f"fn_name must be the name of a function, not {function!r:.60}")
-    make = _call_test if function else partial(_stdin_test, comparison)
+    make = partial(_call_test if function else _stdin_test, comparison)
     return CodeTests(
         tests=tuple(make(*pair) for pair in zip(inputs, outputs, strict=True)),
         function=function,
+        may_be_method=True,
         has_usual_imports=True,
         num_public=int(fields.get("num_public") or 0),
     )
@@ -100,7 +119,7 @@ def _stdin_test(comparison: Comparison, given: object, expected: object) -> Stdi
     return StdinTest(
         stdin=_joined(given, "inputs"),
         is_expected=partial(same_output, wanted, comparison),
-        max_output_bytes=max(_LEAST_OUTPUT_BYTES, 2 * len(wanted.encode())),
+        max_output_bytes=max(_LEAST_OUTPUT_BYTES, _OUTPUT_RATIO * len(wanted.encode())),
         expected=wanted,
     )
 
@@ -112,16 +131,16 @@ def _joined(value: object, name: str) -> str:
     return "\n".join(lines)
 
 
-def _call_test(given: object, expected: object) -> CallTest:
+def _call_test(comparison: Comparison, given: object, expected: object) -> CallTest:
     if isinstance(given, str):
         given = [_loaded(line, "inputs") for line in given.split("\n")]
     if not isinstance(given, list):
         raise InputError(f"one of its inputs must be a list of arguments or JSON lines, not {given!r:.60}")
     if isinstance(expected, str):
         expected = _loaded(expected, "outputs")
-    # JSON has texts as keys only; these data sets mean numbers.
-    arguments = tuple(_with_number_keys(argument) for argument in given)
-    return CallTest(calls=(arguments,), condition=lambda values: same_json(expected, values[0]))
+    # JSON only has strings as keys; in APPS and similar data sets they mean numbers.
+    arguments = tuple(_with_number_keys(argument) if comparison == "lines" else argument for argument in given)
+    return CallTest(calls=(arguments,), condition=partial(is_returned, expected, comparison))
 
 
 def _with_number_keys(value: object) -> object:
@@ -141,7 +160,7 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
 
 
 def _pairs(tests: Any) -> list[tuple[object, object]]:
-    """Tests as the hub has them, {input: [...], output: [...]}, or as `datasets` may show them, [{input, output}]."""
+    """Return pairs of input and output, from the hub's form {input: [...], output: [...]} or from [{input, output}]."""
     match tests:
         case None:
             return []
@@ -168,7 +187,7 @@ def _of_livecodebench(fields: Fields) -> dict[str, Any]:
 
 
 def _private_cases(encoded: str) -> list[Any]:
-    """LiveCodeBench's hidden cases: JSON, or that as a pickled text, deflated, in base64."""
+    """Return LiveCodeBench's hidden cases: JSON text, or JSON text that is pickled, deflated and base64-encoded."""
     try:
         found = json.loads(encoded)
     except ValueError:
@@ -190,10 +209,10 @@ def _decoded(encoded: str) -> str:
 
 
 def _pickled_text(pickled: bytes) -> str:
-    """The one text in a pickle. Nothing is unpickled: a pickle is a program, and could do anything.
+    """Return the one text in a pickle, without unpickling: a pickle is a program and could do anything.
 
     Raises:
-        ValueError: it is anything but one text.
+        ValueError: the pickle holds anything but one text.
     """
     operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
     texts = [argument for name, argument in operations if name in _TEXT_OPS]

@@ -1,10 +1,10 @@
-"""The rule `code_tests`: what the code in an answer is worth, by tests that run in sandboxes.
+"""The rule `code_tests`: scores the code in an answer by tests that run in sandboxes.
 
     answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compared here -> Reward
 
-A program gets its test's standard input, a function its arguments; what they should give never leaves this process. A
-test that raises, is stopped, or gives something else is failed. Of a problem whose completions have failed tests
-before, those tests run first: where one failure settles it, most wrong answers cost one execution.
+A program gets its test's standard input, a function its arguments; expected results never leave this process. A test is
+failed if it raises, is stopped, or gives another result. Tests that earlier completions of the same problem failed run
+first: if one failure decides the verdict, most wrong answers cost one execution.
 """
 
 from __future__ import annotations
@@ -34,46 +34,45 @@ from rayapp.tasks.code.assembling import (
     with_preamble,
 )
 from rayapp.tasks.code.formats import read_tests
-from rayapp.tasks.code.outputs import Comparison
-from rayapp.tasks.code.problem import CallTest, CodeTests, InsideTest, StdinTest, Test
-from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S, judged_in_sandbox
-from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
+from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, InsideTest, StdinTest, Test
+from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, holds, on_text
+from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeProblem:
-    """One problem, as it is scored.
+    """One problem and the rules for scoring it.
 
     Example: `CodeProblem(ground_truth='{"inputs": ["1 2"], "outputs": ["3"]}')`.
     """
 
     ground_truth: str
-    """See `formats.py`."""
+    """JSON text in one of the formats of `formats.py`."""
     comparison: Comparison = "lines"
     rules: CodeSection = field(default_factory=CodeSection)
 
     async def tests(self) -> CodeTests:
-        """The tests.
+        """Return the tests.
 
         Raises:
-            InputError: the ground truth is no problem; the check before a run tells it first.
+            InputError: the ground truth is not a code problem; the check before a run reports this first.
         """
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
     async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
-        """Score an answer. Never raises for what it says, or for a failed sandbox.
+        """Score an answer. Never raises because of the answer's text, or for a failed sandbox.
 
-        Terms: `score` and `pass_rate` (1 or 0 with `rules.score` all), `solved`, `format` (1 where there is code that
-        parses), and `verdict/forgeable` where some of the tests ran beside the candidate.
+        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if there is code that
+        parses), and `verdict/forgeable` if some of the tests ran beside the candidate.
 
         Args:
-            seed: draws the tests, where not all are run: the same for all completions of a group.
-            prefill: the beginning of the answer that the prompt already holds.
+            seed: draws the tests if not all are run; the same for all completions of a group.
+            prefill: the part of the answer that the prompt already contains.
         Raises:
             InputError: as `tests`.
-            SandboxConfigError: no sandbox can ever be had with this configuration.
+            SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
         tests = await self.tests()
@@ -90,7 +89,7 @@ class CodeProblem:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Every test on an answer, none left out: why it is failed, empty where it is passed; and its seconds.
+        """Run every test on an answer; return for each the reason of failure (empty if passed) and its seconds.
 
         Raises:
             InputError: as `tests`.
@@ -110,7 +109,7 @@ class CodeProblem:
 
     async def _candidate(self, final_text: str, tests: CodeTests, prefill: str) -> _Candidate:
         found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
-        return _Candidate(screened=found, code=_with_imports(found, tests), rules=self.rules)
+        return _Candidate(screened=found, code=_with_imports(found, tests), tests=tests, rules=self.rules)
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
         chosen = self._chosen(tests, seed)
@@ -134,7 +133,7 @@ class CodeProblem:
         return Reward(value=share, terms=terms, detail=first_problem)
 
     def _chosen(self, tests: CodeTests, seed: int) -> list[int]:
-        """Which tests run, in order."""
+        """Return the indices of the tests to run, in order."""
         count, most = len(tests.tests), self.rules.max_tests
         if not most or count <= most:
             return list(range(count))
@@ -145,15 +144,16 @@ class CodeProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A policy's code, and how each kind of test runs it."""
+    """A policy's code; runs it on each kind of test."""
 
     screened: Screened
     code: str
-    """With what stands above it."""
+    """The code with its preamble and imports."""
+    tests: CodeTests
     rules: CodeSection
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
-        """Why the test is failed, empty where it is passed; and the seconds it took."""
+        """Return the reason of failure (empty if the test is passed), and the seconds it took."""
         timeout_s = min(left_s, self.rules.test_timeout_s)
         match test:
             case StdinTest():
@@ -176,10 +176,10 @@ class _Candidate:
         return told, ran.duration_s
 
     async def _run_calls(self, test: CallTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
-        code = callable_code(self.code, self.screened.target)
+        code = callable_code(self.code, self.tests.function, may_be_method=self.tests.may_be_method)
         report = await sandbox.call_function(code, ENTRY, test.calls, timeout_s=timeout_s)
         problem = _problem(report.exec) or next((call.error for call in report.calls if not call.ok), "")
-        if not problem and not test.is_passed([call.value for call in report.calls]):
+        if not problem and not await holds(test.condition, [call.value for call in report.calls]):
             called = (
                 f"({', '.join(map(shown, args))}) gave {shown(call.value)}"
                 for args, call in zip(test.calls, report.calls, strict=True)
@@ -189,8 +189,7 @@ class _Candidate:
 
     async def _run_check(self, test: InsideTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
         token, answer = secrets.token_hex(8), secrets.token_hex(16)
-        found = self.screened
-        code = checked_code(self.code, found.line, found.target, test.check, test.modules, token)
+        code = checked_code(self.code, self.screened.line, self.tests.function, test.check, test.modules, token)
         report = await sandbox.call_function(code, ENTRY, [[answer]], timeout_s=timeout_s)
         (call,) = report.calls
         problem = _problem(report.exec) or call.error
@@ -211,20 +210,20 @@ def _problem(ran: ExecResult) -> str:
 
 
 def _failed(status: str, detail: str) -> Reward:
-    """The verdict on an answer without code that could run."""
+    """Return the verdict on an answer without code that can run."""
     terms = {"score": 0.0, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
     return Reward(value=0.0, terms=terms, status=status, detail=detail)
 
 
 class _Failures:
-    """Which tests of the last problems were failed, the last one first. Decides an order, never a verdict."""
+    """Failed tests of recent problems, latest first. They determine an order, never a verdict."""
 
     def __init__(self, most_problems: int = 1024) -> None:
         self._most = most_problems
         self._seen: OrderedDict[int, list[int]] = OrderedDict()
 
     def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
-        """The tests in the order in which they are worth running."""
+        """Return the chosen tests, with those that failed before first."""
         failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
         return [*failed, *(index for index in chosen if index not in failed)]
 

@@ -1,6 +1,6 @@
-"""Parquet files in verl's schema: checked when opened, read one row group at a time. For `reading.py`.
+"""Opens parquet files in verl's schema, checks them, and reads one row group at a time. For `reading.py`.
 
-Files in object storage are copied to a folder of this machine first, verified by their checksum.
+Files in object storage are first copied to a local folder and verified by checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rayapp.core.aio import together
 from rayapp.core.errors import InputError, StorageNotFoundError
-from rayapp.core.location import Location
+from rayapp.core.files import Location
 from rayapp.storage.opening import open_storage
 
 COLUMNS = ("prompt", "data_source", "reward_model")
@@ -25,22 +25,22 @@ _OPTIONAL = ("extra_info", "agent_name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """A row group of a parquet file: what is read at once."""
+    """A row group of a parquet file, which is read as a whole."""
 
     path: Path
     index: int
     """Number of the group within its file."""
     first_row: int
-    """Number of its first row within the file."""
+    """Number of the group's first row within the file."""
     num_rows: int
 
 
 async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
-    """Local paths of all files, in the order given; those on s3:// are copied below `cache`.
+    """Return local paths of all files, in the given order; files on s3:// are copied below `cache`.
 
     Raises:
-        InputError: no files.
-        StorageError: one can't be fetched, or is damaged.
+        InputError: there are no files.
+        StorageError: a file can't be fetched, or is damaged.
     """
     if not uris:
         raise InputError("no data files: name at least one parquet file")
@@ -52,10 +52,10 @@ async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
 
 
 def open_files(paths: Sequence[Path]) -> list[RowGroup]:
-    """All row groups of all files, in order, after a look at each file's schema.
+    """Return all row groups of all files, in order, after checking each file's schema.
 
     Raises:
-        InputError: a file is missing, no parquet, torn, without rows, or lacks columns.
+        InputError: a file is missing, not parquet, incomplete, or lacks columns; or there are no rows.
     """
     groups: list[RowGroup] = []
     for path in paths:
@@ -67,10 +67,10 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
 
 
 def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL)) -> Any:
-    """A row group as a pyarrow Table, of those columns that it has.
+    """Return a row group as a pyarrow Table, with those of the columns that it has.
 
     Raises:
-        InputError: it can't be decoded.
+        InputError: the group can't be decoded.
     """
     return next(table for _, table in read_groups([group], columns))
 
@@ -79,7 +79,7 @@ def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[
     """Read row groups as `read_group` does, one after the other; each file is opened once.
 
     Args:
-        columns: `a.b` is the field b of the structs in column a.
+        columns: names; `a.b` is the field b of the structs in column a.
     """
     import pyarrow.parquet as pq
 
@@ -130,7 +130,7 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
-    """Refuse files with images: a policy that reads text would be trained on problems whose pictures it never sees."""
+    """Refuse files with images: a policy that reads text would be trained on problems whose images it never sees."""
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         chunks = (group.column(column) for column in range(group.num_columns))
@@ -176,7 +176,7 @@ def plain(kind: Any) -> Any:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any error of the block, which reads a file, into one that names the file and says what to do."""
+    """Translate errors of reading a file into an InputError that names the file and the remedy."""
     import pyarrow as pa
 
     try:
@@ -189,7 +189,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _cached(location: Location, cache: Path) -> Path:
-    # A hash of the location goes into the path: two buckets may hold files of one name.
+    # The path contains a hash of the location: two buckets may hold files of the same name.
     folder = hashlib.sha256(str(location).encode()).hexdigest()[:16]
     return cache / folder / Path(location.key).name
 

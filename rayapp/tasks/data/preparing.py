@@ -1,9 +1,9 @@
-"""`rayapp data prepare`: raw examples to train.parquet and test.parquet in verl's schema, then to where they belong.
+"""`rayapp data prepare`: maps raw examples to train.parquet and test.parquet in verl's schema, and uploads them.
 
-    source -> rows (those that can't be mapped are named and counted) -> parquet files in a scratch folder -> put_folder
-                '- of code: the solution that came with the problem passes its tests, in a sandbox, or the row is bad
+    source -> rows (bad ones are named and counted) -> parquet files in a scratch folder -> put_folder
+                '- code problems: the row is bad if the problem's own solution fails its tests in a sandbox
 
-Nothing is written to the target before every row is mapped; its manifest comes last.
+Nothing is written to the target before every row is mapped; the manifest is written last.
 """
 
 from __future__ import annotations
@@ -23,43 +23,42 @@ from rayapp.config.agent import CodeSection
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.tasks.answer_rules import CODE_SOURCES
-from rayapp.tasks.code.outputs import Comparison
+from rayapp.tasks.code.hidden_cases import Comparison
 from rayapp.tasks.code.scoring import CodeProblem
-from rayapp.tasks.data.own_rows import OwnColumns
+from rayapp.tasks.data.downloads import OwnColumns, load_splits
 from rayapp.tasks.data.rows import DATASETS, ONE_FILE_IS_TEST, Mapper, Row
-from rayapp.tasks.data.sources import load_splits
 
 _log = logging.getLogger(__name__)
 ROWS_PER_GROUP = 1024
-"""Rows of a parquet row group: what a reader holds at once."""
+"""Rows of a parquet row group; a reader holds whole groups in memory."""
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 OWN_SOURCE = "own"
-"""data_source of a user's rows, which no rule knows: a function of theirs scores them."""
+"""data_source of a user's rows: no rule scores it, only the user's own reward function."""
 _MOST_NAMED = 20
-"""Bad rows that are named one by one; the rest is counted."""
+"""Most bad rows that are logged one by one; the others are only counted."""
 Check = Callable[[Sequence[Row]], list[str]]
-"""From rows to why the reference of each fails its tests; empty where it does not."""
+"""From rows to the reason why each row's reference fails its tests; empty if it passes."""
 Progress = Callable[[str, int, int], None]
-"""Called with split, rows done, rows in all."""
+"""Called with split, number of rows done, total number of rows."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SplitReport:
-    """How many rows of one split were mapped, and which were not."""
+    """Number of mapped rows of one split, and the bad rows."""
 
     split: str
     num_written: int = 0
     bad: list[str] = field(default_factory=list)
-    """`row 17: why`, one each."""
+    """One entry for each bad row: `row 17: reason`."""
 
     def refuse(self, index: int, why: str) -> None:
-        """Count a bad row; the first ones are logged."""
+        """Count a bad row; log the first ones."""
         self.bad.append(f"row {index}: {why}")
         if len(self.bad) <= _MOST_NAMED:
             _log.warning("%s split, row %d can't be mapped: %s", self.split, index, why)
@@ -67,7 +66,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What `prepare` is asked to do.
+    """Arguments of `prepare`.
 
     Example: `Preparation(name="gsm8k", source="openai/gsm8k", out="s3://bucket/gsm8k")`.
     """
@@ -76,38 +75,38 @@ class Preparation:
     source: str
     out: str
     limit: int | None = None
-    """Rows taken of each split; None is all."""
+    """Number of rows to take from each split; None takes all."""
     max_bad_ratio: float = 0.01
-    """Share of a split's rows that may fail to map."""
+    """Largest fraction of bad rows in a split."""
     overwrite: bool = False
     revision: str = ""
-    """Revision of a source on the hub; empty is its newest."""
+    """Revision of a source on the hub; empty for the newest."""
     data_source: str = ""
-    """Scoring goes by it; empty is the data set's hub id, whatever the source is."""
+    """data_source of the rows, which selects the scoring rule; if empty, the data set's hub id."""
     check_references: bool = True
-    """Run the solutions that come with code problems on their tests."""
+    """Run the reference solutions of code problems on their tests."""
     own: OwnColumns | None = None
-    """How a user's own examples are read, in place of those of a known data set."""
+    """Mapper for a user's own examples, in place of a known data set."""
     test_ratio: float = 0.0
-    """Share of the train split that becomes the test split, where the source has none."""
+    """Fraction of the train split that becomes the test split if the source has none."""
 
     @property
     def mapping(self) -> tuple[str, str | None, Mapper]:
-        """The data source by default, the hub's configuration, and the mapper."""
+        """Default data source, configuration on the hub, and mapper."""
         return (OWN_SOURCE, None, self.own) if self.own is not None else DATASETS[self.name]
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
-    """Map the source's rows and put the files where they belong.
+    """Map the source's rows and write the files to the target.
 
     Raises:
-        InputError: the source can't be read, has no rows, or too many that can't be mapped.
-        StorageError: the target can't be written; `StorageExistsError` when it holds other content.
+        InputError: the source can't be read, has no rows, or has too many bad rows.
+        StorageError: the target can't be written; `StorageExistsError` if it holds other content.
     """
     if job.own is None and job.name not in DATASETS:
         raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
     async with open_storage(job.out) as storage:
-        # Check the target before the work: an hour of mapping must not end at a wrong key.
+        # Check the target first: an hour of mapping must not end with a wrong key.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
             reports = await _mapped(job, Path(scratch), progress)
@@ -158,6 +157,8 @@ def _map_split(
             row = mapper(example, index, report.split, data_source)
         except InputError as error:
             report.refuse(index, str(error))
+        except Exception as error:  # boundary: whatever a row holds, continue with the next one
+            report.refuse(index, f"{type(error).__name__}: {error}")
         else:
             report.num_written += 1
             yield row
@@ -165,7 +166,7 @@ def _map_split(
 
 
 def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator[Row]:
-    """The rows whose own reference passes their tests."""
+    """Yield the rows whose own reference passes their tests."""
     while batch := list(islice(rows, _CHECKED_AT_ONCE)):
         for row, problem in zip(batch, check(batch), strict=True):
             if problem:
@@ -178,8 +179,7 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    """Why each row's reference fails; empty where it passes, or there is none. Called from another thread than the
-    loop's."""
+    """Return why each row's reference fails; empty if it passes or there is none. Call it outside the loop's thread."""
 
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
@@ -213,7 +213,7 @@ def _write(rows: Iterator[Row], path: Path) -> None:
 
 
 def _schema(rows: Sequence[Row]) -> Any:
-    """Arrow types of a split: those of its first rows, but for images, where a missing path would have no type."""
+    """Return the Arrow types of a split's first rows; images get a fixed type, as a missing path would have none."""
     import pyarrow as pa
 
     schema = pa.Table.from_pylist(rows).schema
@@ -223,13 +223,19 @@ def _schema(rows: Sequence[Row]) -> Any:
     return schema.set(schema.get_field_index("images"), pa.field("images", pa.list_(image)))
 
 
+def _doubt(job: Preparation) -> str:
+    if job.own is None:
+        return f"Check that {job.source!r} is {job.name}"
+    return "Check the columns and --data-source"
+
+
 def _check(job: Preparation, report: SplitReport) -> None:
     total = len(report.bad) + report.num_written
     if len(report.bad) / max(1, total) > job.max_bad_ratio:
         raise InputError(
             f"{report.split} split: {len(report.bad)} of {total} rows can't be mapped, more than the "
-            f"{job.max_bad_ratio:.1%} that are allowed. First: {report.bad[0]}. Is {job.source!r} really {job.name}? "
-            "If it is, raise --max-bad-ratio. Nothing was written."
+            f"{job.max_bad_ratio:.1%} that are allowed. First: {report.bad[0]}. {_doubt(job)}, or raise "
+            "--max-bad-ratio. Nothing was written."
         )
     if not report.num_written:
         raise InputError(f"{report.split} split of {job.source!r} has no rows. Nothing was written.")

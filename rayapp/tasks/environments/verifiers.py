@@ -1,18 +1,30 @@
-"""An environment of the package verifiers in a process of its own, whose Python has that package: ours can't.
+"""Runs environments of the package verifiers in a separate process, whose virtual environment has that package.
 
-    rows_of(environment)              what its prompts are: asked once, before anything starts
-    VerifiersProcess(environment)     plays rows, many side by side; one for each source of a rollout worker
+    verifiers_tasks(environment)      reads its rows once, before anything starts
+    VerifiersProcess(environment)     plays rows, many concurrently; one for each source of a rollout worker
 
-The process runs `verifiers_child.py`, which answers in lines of JSON. One that dies fails the trajectories that it
-played, and the next one starts another.
+The process runs `verifiers_child.py`, which answers in lines of JSON. If it dies, its trajectories fail, and the next
+trajectory starts another process.
+
+The package's requirements conflict with rayapp's, so a virtual environment is made once for each list of packages, and
+kept in $RAYAPP_ENVIRONMENTS_DIR:
+
+    ~/.cache/rayapp/environments/<digest of the list and of this Python>/bin/python
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import json
+import logging
+import os
+import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+import venv
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,14 +32,64 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, ToolUnavailableError
-from rayapp.core.programs.kept import end, kept, passed_on
-from rayapp.tasks.environments.files import VerifiersEnvironment
-from rayapp.tasks.environments.installing import home, python_with
-from rayapp.tasks.environments.task import EnvironmentTask
+from rayapp.core.programs import end, kept, passed_on
+from rayapp.tasks.environments.files import EnvironmentTask, VerifiersEnvironment
 
+_SHOWN_CHARS = 800
+"""Most characters of the installer's output in an error."""
+
+
+def python_with(packages: Sequence[str]) -> Path:
+    """Return an interpreter that has these packages (pip requirements). The first call takes about a minute to install.
+
+    Raises:
+        InputError: the packages can't be installed.
+    """
+    digest = hashlib.sha256(json.dumps([sorted(packages), sys.version, sys.prefix]).encode()).hexdigest()[:16]
+    folder = _root() / digest
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    if stamp.exists():
+        return python
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several rollout workers of a machine call this at once. The lock lies beside the folder: uv keeps its own in it.
+    with folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists():
+            _install(folder, python, packages)
+            stamp.write_text("\n".join(packages))
+    return python
+
+
+def home() -> Path:
+    """Return the home folder of environment processes, for their downloads."""
+    folder = _root() / "home"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _root() -> Path:
+    return Path(os.environ.get("RAYAPP_ENVIRONMENTS_DIR") or "~/.cache/rayapp/environments").expanduser()
+
+
+def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
+    uv = shutil.which("uv")
+    venv.EnvBuilder(with_pip=uv is None, clear=False).create(folder)
+    command = [uv, "pip", "install", "--python", str(python)] if uv else [str(python), "-m", "pip", "install"]
+    done = subprocess.run(
+        [*command, "-q", *packages], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise InputError(
+            f"the packages {', '.join(packages)} can't be installed into {folder}: "
+            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Mend `packages`, or install them yourself and name that "
+            "interpreter as `python`"
+        )
+
+
+log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("verifiers_child.py")
 _START_TIMEOUT_S = 600.0
-"""For its imports and its data sets."""
+"""Deadline for the imports and data sets of an environment."""
 _MAX_LINE = 1 << 28
 _ALSO_PASSED_ON = (
     *("HF_HOME", "HF_ENDPOINT"),
@@ -36,10 +98,10 @@ _ALSO_PASSED_ON = (
 
 
 def verifiers_tasks(environment: VerifiersEnvironment) -> tuple[EnvironmentTask, ...]:
-    """Its rows.
+    """Return the rows of an environment as tasks.
 
     Raises:
-        InputError: it can't be installed or loaded.
+        InputError: the environment can't be installed or loaded.
     """
     try:
         done = subprocess.run(
@@ -95,7 +157,7 @@ def _unusable(environment: VerifiersEnvironment, why: str) -> InputError:
 
 
 def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
-    """For people and for the length of prompts: the environment itself asks the policy."""
+    """Return a row's messages, for display and to measure prompts: the environment itself sends the prompt."""
     if not isinstance(prompt, list):
         return ({"role": "user", "content": str(prompt or "")},)
     return tuple({"role": str(each.get("role", "user")), "content": str(each.get("content") or "")} for each in prompt)
@@ -103,7 +165,7 @@ def _messages(prompt: Any) -> tuple[Mapping[str, Any], ...]:
 
 @dataclass(slots=True)
 class VerifiersProcess:
-    """See the module. `close` it."""
+    """The process of one environment, started at the first call. `close` it."""
 
     environment: VerifiersEnvironment
     _child: asyncio.subprocess.Process | None = field(default=None, init=False)
@@ -114,14 +176,14 @@ class VerifiersProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Process id; None while there is no process."""
         return self._child.pid if self._child is not None else None
 
     async def play(self, row: int, *, url: str, key: str, model: str) -> dict[str, float]:
-        """One trajectory.
+        """Play one trajectory.
 
         Args:
-            url: of the policy, as OpenAI's clients take it.
+            url: base URL of the policy for OpenAI clients.
         Returns:
             `reward`, and the environment's metrics.
         Raises:
@@ -146,7 +208,7 @@ class VerifiersProcess:
         return {**said["metrics"], "reward": said["reward"]}
 
     async def close(self) -> None:
-        """End the process and what it started. Idempotent."""
+        """End the process and its descendants. Idempotent."""
         child, self._child = self._child, None
         if child is not None:
             await end(child)
@@ -186,16 +248,25 @@ class VerifiersProcess:
         return child
 
     async def _read(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            said = json.loads(line)
-            answer = self._waiting.get(said["call"])
-            if answer is not None and not answer.done():
-                answer.set_result(said)
+        # A line longer than _MAX_LINE raises ValueError; the rest of the stream can't be split into lines.
+        with suppress(ValueError):
+            while line := await stream.readline():
+                self._answer(line)
         await end(child)
         status = child.returncode
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ToolUnavailableError(f"{self._what} has died with {status}"))
+
+    def _answer(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            answer = self._waiting.get(said["call"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            log.warning("%s wrote a line that is no answer: %.200r", self._what, line)
+            return
+        if answer is not None and not answer.done():
+            answer.set_result(said)
 
 
 async def _tell(child: asyncio.subprocess.Process, **said: object) -> None:

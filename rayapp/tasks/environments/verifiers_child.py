@@ -1,11 +1,13 @@
-"""Plays an environment of the package verifiers, in the environment that has it. Imports nothing of ours: a script.
+"""Plays an environment of the package verifiers, as a script in the virtual environment that has the package.
 
-    argv: JSON of the environment, with `plays`: False ends it after the rows
-    stdout, a line of JSON each: {"rows": […]}, or {"error": "…"} and the end
+It imports no rayapp module.
+
+    argv: JSON of the environment; with `plays` false the script ends after the rows
+    stdout, a line of JSON each: {"rows": […]}, or {"error": "…"} and exit
     stdin, a line of JSON each: {"call", "row", "url", "key", "model"} -> {"call", "reward", "metrics"}, or "error"
                                 {"cancel": call}
 
-Rows are played side by side. Until verifiers 0.3 an environment is a module with `load_environment`, from 0.4 on a
+Rows are played concurrently. Up to verifiers 0.3 an environment is a module with `load_environment`, from 0.4 on a
 taskset.
 """
 
@@ -65,7 +67,7 @@ class Taskset:
         kind = environment_class(given["id"], options.get("id", ""))
         config = concrete_type(kind, EnvConfig) or EnvConfig
         if kind is SingleAgentEnv:
-            # Its own default is a machine rented elsewhere.
+            # The package's default is a rented remote machine.
             options.setdefault("agent", {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}})
         options["taskset"] = {**options.get("taskset", {}), "id": given["id"]}
         self.environment = load_environment(config.model_validate(options))
@@ -94,8 +96,8 @@ class Taskset:
 
 
 def load(given: dict[str, Any]) -> Classic | Taskset:
-    """The environment, of whichever kind it is."""
-    # In place of this script's own folder, which has a verifiers.py, too.
+    """Return the environment, of either kind."""
+    # Replaces this script's own folder, which also has a verifiers.py.
     sys.path[0] = given["folder"]
     try:
         from verifiers import load_environment  # noqa: F401
@@ -105,7 +107,7 @@ def load(given: dict[str, Any]) -> Classic | Taskset:
 
 
 class Serving:
-    """Answers what comes in on stdin."""
+    """Serves the calls that arrive on stdin."""
 
     def __init__(self, environment: Classic | Taskset, out: TextIO) -> None:
         self.environment = environment
@@ -144,7 +146,7 @@ class Serving:
 
 
 def main() -> None:
-    # What an environment prints is not what it answers.
+    # Redirect an environment's prints to stderr: stdout carries the answers.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     given = json.loads(sys.argv[1])

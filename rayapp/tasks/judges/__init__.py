@@ -1,1 +1,1 @@
-"""Models behind HTTP that say what responses are worth (docs/judges.md)."""
+"""Judges: models behind HTTP that score responses (docs/judges.md)."""

@@ -1,6 +1,6 @@
-"""The server of a judge or a teacher over HTTP: its pace, its deadlines, what is tried again, what a failure is called.
+"""HTTP client for a judge's or teacher's server: rate limits, deadlines, retries, and the kinds of failures.
 
-The key is read from the environment, sent in one header, and taken out of whatever the server says.
+The key is read from the environment, sent in one header, and removed from any text that the server returns.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ from typing import Any
 
 import aiohttp
 
-from rayapp.config.endpoints import Endpoint
-from rayapp.config.model_servers import server_named
+from rayapp.config.other_models import Endpoint, server_named
 from rayapp.core.errors import ConfigError
-from rayapp.core.keys import read_key
-from rayapp.sandbox.pool.bucket import TokenBucket
+from rayapp.core.http import TokenBucket, read_key
 from rayapp.sandbox.providers.errors import retry_after_s
 from rayapp.tasks.custom_rewards import RewardFailedError
 
 MAX_ANSWER_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LATER = (408, 409, 425, 429)
-"""Statuses besides 5xx that may be another one later."""
+"""Statuses that are retried, besides 5xx."""
 
 
 class EndpointClient:
-    """One process's way to a model.
+    """One process's client of a model.
 
     Args:
-        num_sharing: processes that ask it at the same time: each keeps to its part of the limits.
+        num_sharing: number of processes that use the model at the same time; each uses its share of the limits.
     Raises:
-        ConfigError: the key's variable is not set, or its server is one of a run that does not go on here.
+        ConfigError: the key's variable is not set, or the server belongs to another run.
     """
 
     def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
@@ -52,11 +50,11 @@ class EndpointClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers.
+        """Return the JSON object that the server answers.
 
         Raises:
-            RewardFailedError: judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other status that
-                asking again does not change) or judge_answer (no JSON object).
+            RewardFailedError: of kind judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other
+                status that is not retried) or judge_answer (the answer is not a JSON object).
         """
         pause_s = _FIRST_PAUSE_S
         for left in range(self._endpoint.max_retries, -1, -1):
@@ -79,14 +77,15 @@ class EndpointClient:
             if not left or failure.kind == "judge_refused":
                 raise failure
             if asked_s is not None:
-                self._pace.block_for(asked_s)  # for all of this process: they would hear the same
+                # Blocks all requests of this process, which would be refused as well, but at most for one timeout.
+                self._pace.block_for(min(asked_s, self._endpoint.timeout_s))
             else:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise AssertionError("max_retries is at least 0")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -104,7 +103,7 @@ class EndpointClient:
             self._session = aiohttp.ClientSession(
                 headers=headers, timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
             )
-        # Another place might be told the key.
+        # Never follow a redirect: it would send the key to another host.
         async with self._session.post(url, json=body, allow_redirects=False) as response:
             read = bytearray()
             async for part in response.content.iter_chunked(1 << 16):

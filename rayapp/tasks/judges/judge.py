@@ -1,4 +1,4 @@
-"""One judge: what it says of a response or of two, from its server or from what it said before.
+"""One judge: scores a response or compares two, by its server or from the cache of its answers.
 
 Asked --questions.py--> messages, schema --client.py--> answer --> Judgement
                                             '-- cache: judgements/<ab>/<digest>.json of the run folder
@@ -10,17 +10,17 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from rayapp.config.judges import JudgeSection
+from rayapp.config.other_models import JudgeSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.files import aside
-from rayapp.tasks.custom_rewards import RewardFailedError, is_storable
+from rayapp.core.trajectories import storable
+from rayapp.tasks.custom_rewards import RewardFailedError
 from rayapp.tasks.judges.client import EndpointClient
 from rayapp.tasks.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
 
@@ -30,28 +30,28 @@ Winner = Literal["A", "B", "tie"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """What answers cost."""
+    """Cost of answers."""
 
     requests: int = 0
     cached: int = 0
-    """Answers that were there already."""
+    """Answers from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
     failed: int = 0
-    """Questions without an answer of use."""
+    """Questions without a usable answer."""
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     @property
     def terms(self) -> dict[str, float]:
-        """As counts of a reward: metrics have their sums."""
+        """The cost as terms of a reward; metrics sum them."""
         return {f"judged/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class JudgeFailedError(RewardFailedError):
-    """An answer that is of no use, and costs."""
+    """Failure of an answer that is unusable but was paid for."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -60,7 +60,7 @@ class JudgeFailedError(RewardFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a judge said."""
+    """A judge's answer."""
 
     answer: Mapping[str, Any]
     """`{"reason": …, "scores": …}`, `{"reason": …, "winner": …}` or `{"probs": […]}`."""
@@ -68,15 +68,15 @@ class Judgement:
 
     @property
     def reason(self) -> str:
-        """In one line; empty for a reward model."""
+        """The judge's reason in one line; empty for a reward model."""
         return " ".join(str(self.answer.get("reason", "")).split())[:500]
 
 
 class Judge:
-    """See the module; `close` it.
+    """One judge with its client and its cache; `close` it.
 
     Args:
-        folder: where answers are kept; None, or `cache: false`: nowhere.
+        folder: cache of answers; with None, or `cache: false`, answers are not kept.
         num_sharing: as in `EndpointClient`.
     """
 
@@ -87,10 +87,10 @@ class Judge:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:
-        """Score, and its parts by criterion, of a rubric judge or a reward model.
+        """Return score, scores by criterion, and answer of a rubric judge or a reward model.
 
         Raises:
-            RewardFailedError: it has no usable answer.
+            RewardFailedError: the judge gives no usable answer.
         """
         if self.section.kind == "reward_model":
             said = await self._remembered((asked,), lambda: self._classified(asked))
@@ -102,17 +102,17 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Which one is better, of a pairwise judge that is shown them in this order. Raises as `score`."""
+        """Return which response a pairwise judge prefers when shown in this order. Raises as `score`."""
         said = await self._remembered(
             (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
         )
         return said.answer["winner"], said
 
     async def check(self) -> None:
-        """Ask one question, whose answer is not kept.
+        """Ask one question; its answer is not cached.
 
         Raises:
-            ConfigError: it gives no usable answer.
+            ConfigError: the judge gives no usable answer.
         """
         sample = Asked(messages=({"role": "user", "content": "What is 6 times 7?"},), response="42", reference="42")
         try:
@@ -128,11 +128,11 @@ class Judge:
             ) from error
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the client. Idempotent."""
         await self._client.close()
 
     async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """The answer from the folder, or a new one. Who asks the same at the same time waits for the first."""
+        """Return the cached answer, or ask. Concurrent callers with the same question share one request."""
         if self._folder is None:
             return await ask()
         digest = self._digest(about)
@@ -163,7 +163,7 @@ class Judge:
         found = await self._client.post(f"{section.base_url}/chat/completions", body)
         try:
             choice = found["choices"][0]
-            text = choice["message"]["content"] or choice["message"].get("refusal") or ""
+            text = _text(choice["message"]["content"]) or choice["message"].get("refusal") or ""
             if not isinstance(text, str):
                 raise TypeError
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -189,9 +189,10 @@ class Judge:
         place = self.section.class_index
         if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
             raise self._failed(f"the model has {len(probs)} classes, and class_index is {place}: name one of them")
-        if not math.isfinite(value := probs[place or 0]) or not is_storable(value):
-            raise self._failed(f"a score of {value}, which is no finite number")
-        return value
+        try:
+            return storable(probs[place or 0])
+        except ValueError:
+            raise self._failed(f"a score of {probs[place or 0]}, which is no finite number") from None
 
     def _bill(self, found: Mapping[str, Any]) -> Bill:
         usage = found.get("usage")
@@ -218,9 +219,16 @@ def _keep(path: Path, said: Judgement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path) as pending:
             pending.write_text(json.dumps(said.answer))
-    except OSError as error:  # a full disk costs the next one who asks, not this one
+    except OSError as error:  # with a full disk the same question costs again later
         log.warning("a judge's answer is not kept: %s", error)
 
 
 def _short(found: Mapping[str, Any]) -> str:
     return json.dumps(found)[:300]
+
+
+def _text(content: Any) -> Any:
+    """Return a message's text; some servers send it in parts."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    return content

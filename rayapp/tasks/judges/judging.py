@@ -1,20 +1,19 @@
-"""What judges add to verdicts: `reward.judges` of one source, over trajectories one by one and over whole groups.
+"""Adds the scores of judges (`reward.judges` of a source) to verdicts, by trajectory and by group.
 
     verdict --with_scores: rubric, reward_model--> reward --with_comparisons: pairwise, the whole group--> reward
 
-value = verdict_weight * verdict + the sum of weight * score. A judge that has a weight and fails leaves the trajectory
-without a reward (`judge_answer`, `judge_timeout`, `judge_unreachable`, `judge_busy`, `judge_refused`), never with 0.
+value = verdict_weight * verdict + the sum of weight * score. If a judge with a weight fails, the trajectory's reward is
+invalid (`judge_answer`, `judge_timeout`, `judge_unreachable`, `judge_busy`, `judge_refused`), never 0.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rayapp.config.agent import RewardSection
-from rayapp.config.judges import JudgeSection
+from rayapp.config.other_models import JudgeSection
 from rayapp.core.aio import side_by_side
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -22,7 +21,7 @@ from rayapp.tasks.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.tasks.judges.questions import Asked
 
 CACHE = "judgements"
-"""Folder of the run folder with answers."""
+"""Folder with cached answers, in the run folder."""
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
@@ -31,10 +30,10 @@ class Judges:
     """Judges of one process; `close` them.
 
     Args:
-        run_folder: where answers are kept.
-        num_sharing: processes that ask the same judges.
+        run_folder: folder for the cache of answers.
+        num_sharing: number of processes that use the same judges.
     Raises:
-        ConfigError: the variable of a key is not set.
+        ConfigError: the environment variable of a key is not set.
     """
 
     def __init__(self, sections: Iterable[JudgeSection], run_folder: Path, *, num_sharing: int = 1) -> None:
@@ -42,25 +41,25 @@ class Judges:
         self._judges = {each.name: Judge(each, folder, num_sharing=num_sharing) for each in sections}
 
     async def check(self) -> None:
-        """Ask each of them one question. Raises ConfigError: one gives no usable answer."""
+        """Ask each judge one question. Raises ConfigError: a judge gives no usable answer."""
         await side_by_side(judge.check() for judge in self._judges.values())
 
     def of(self, reward: RewardSection) -> Judging:
-        """Those of a source."""
+        """Return the judges that one source uses."""
         return Judging(self._judges, reward)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close all judges. Idempotent."""
         for judge in self._judges.values():
             await judge.close()
 
 
 class Judging:
-    """See the module.
+    """The judges of one source, with their weights.
 
     Args:
-        judges: by name.
-        reward: of a source.
+        judges: judges by name.
+        reward: the source's reward settings.
     """
 
     def __init__(self, judges: Mapping[str, Judge], reward: RewardSection) -> None:
@@ -71,39 +70,35 @@ class Judging:
 
     @property
     def compares(self) -> bool:
-        """Whether one of them needs the whole group."""
+        """True if a judge needs the whole group."""
         return bool(self._comparing)
 
     @property
     def compare_timeout_s(self) -> float:
-        """Time that a comparison takes at least, of the group's."""
+        """Least time to reserve for comparisons within the group's deadline, in seconds."""
         return max((judge.section.timeout_s for judge, _ in self._comparing), default=0.0)
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
-        """The verdict with what judges of single responses say; as it is where there is none.
-
-        Raises:
-            InputError: a judge is to see a ground truth that the row does not have.
-        """
+        """Return the verdict with the scores of judges of single responses; without such judges, the verdict."""
         if not verdict.valid or not (self._alone or self._comparing):
             return verdict
-        started = time.perf_counter()
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
-        asked = [Asked.of(prompt, completion_text, judge.section) for judge, _ in self._alone]
-        opinions = await side_by_side(
-            _scored(judge, each, reward) for (judge, _), each in zip(self._alone, asked, strict=True)
-        )
+        opinions = await side_by_side(_scored(judge, prompt, completion_text, reward) for judge, _ in self._alone)
         for (judge, weight), opinion in zip(self._alone, opinions, strict=True):
             reward = _with_opinion(reward, judge, weight, opinion)
-        return replace(reward, time_score_s=verdict.time_score_s + time.perf_counter() - started)
+        return reward
 
     async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
-        """The rewards of a group's responses with what pairwise judges say; what is not valid stays."""
+        """Return the rewards of a group's responses with the scores of pairwise judges; invalid rewards stay."""
         found = list(rewards)
         there = [place for place, reward in enumerate(rewards) if reward.valid]
+        solved = [bool(rewards[place].terms.get(SOLVED)) for place in there]
         for judge, weight in self._comparing:
-            asked = {place: Asked.of(prompt, texts[place], judge.section) for place in there}
-            opinions = await _compared(judge, asked, [bool(rewards[place].terms.get(SOLVED)) for place in there])
+            try:
+                asked = {place: Asked.of(prompt, texts[place], judge.section) for place in there}
+                opinions = await _compared(judge, asked, solved)
+            except RewardFailedError as error:
+                opinions = [_failed(error) for _ in there]
             for place, opinion in zip(there, opinions, strict=True):
                 if found[place].valid:
                     found[place] = _with_opinion(found[place], judge, weight, opinion)
@@ -112,7 +107,7 @@ class Judging:
 
 @dataclass(slots=True, kw_only=True)
 class _Opinion:
-    """What a judge thinks of one response."""
+    """A judge's result for one response."""
 
     score: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
@@ -122,7 +117,7 @@ class _Opinion:
 
 
 def _with_opinion(reward: Reward, judge: Judge, weight: float, opinion: _Opinion) -> Reward:
-    """The reward with a judge's score in it; without value where that is missing and counts."""
+    """Return the reward with a judge's score added; invalid if the score is missing and has a weight."""
     name = f"judge/{judge.section.name}"
     costs = {key: reward.terms.get(key, 0.0) + value for key, value in opinion.bill.terms.items()}
     if (failure := opinion.failure) is not None:
@@ -136,9 +131,9 @@ def _with_opinion(reward: Reward, judge: Judge, weight: float, opinion: _Opinion
     return replace(reward, value=value, terms=reward.terms | costs | terms, detail=detail)
 
 
-async def _scored(judge: Judge, asked: Asked, verdict: Reward) -> _Opinion:
+async def _scored(judge: Judge, prompt: Prompt, completion_text: str, verdict: Reward) -> _Opinion:
     try:
-        score, parts, said = await judge.score(asked)
+        score, parts, said = await judge.score(Asked.of(prompt, completion_text, judge.section))
     except RewardFailedError as error:
         return _failed(error)
     terms = dict(parts)
@@ -153,7 +148,7 @@ def _failed(error: RewardFailedError) -> _Opinion:
 
 
 async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[bool]) -> list[_Opinion]:
-    """Of each response: the share of its pairs that it wins, over those of its pairs that both orders were told of."""
+    """Return for each response the fraction of its pairs that it wins, over the pairs judged in both orders."""
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
     pairs = list(_pairs(len(responses), judge.section.num_opponents))
@@ -179,7 +174,7 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
 
 
 async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
-    """Whether the first is better: 1, 0 or 0.5, the mean of both orders."""
+    """Return the score of the first response, as the mean of both orders: 1 if better, 0 if worse, 0.5 for a tie."""
     if first.response == second.response:
         return _Opinion(score=0.5)
     try:
@@ -193,7 +188,7 @@ async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
 
 
 def _pairs(number: int, num_opponents: int) -> Iterator[tuple[int, int]]:
-    """Each with its neighbours on a ring, so that all have the same number of opponents.
+    """Pair each response with its neighbours on a ring, so that all have the same number of opponents.
 
     Example: 4 responses, 2 opponents -> (0, 1), (1, 2), (2, 3), (3, 0).
     """

@@ -1,14 +1,19 @@
-"""Reads a task folder in Harbor's layout, whole and checked.
+"""Reads and checks a task folder in Harbor's layout.
 
-instruction.md      what the agent is told
-task.toml           limits, and `[metadata.rayapp]`: which files count, and how they pay
-environment/        the repository as the agent finds it; a Dockerfile, see `image.py`
-tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, where the user trusts it, see `scripts.py`
-solution/           the solution's files, in place of the repository's; or solve.sh, which makes them
+    instruction.md      the agent's instruction
+    task.toml           limits, and `[metadata.rayapp]`: files that count, and how they are scored
+    environment/        the repository at the start; optionally a Dockerfile
+    tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, if the user trusts it, see `scripts.py`
+    solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
+
+No image is built here. A Dockerfile that only takes Python, or a bare Debian or Ubuntu, and copies its folder needs no
+image: the local provider can follow it. Any other needs an image that was built elsewhere (docs/environments.md).
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,40 +25,89 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.tasks.repository.hidden_tests import HiddenTest, read_hidden_tests
-from rayapp.tasks.repository.image import why_an_image, workdir_of
 from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
+
+_PYTHON = re.compile(r"(?:docker\.io/)?(?:library/)?python:(\d+\.\d+)[\w.-]*")
+_BARE = re.compile(r"(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|python)(?::[\w.-]*)?")
+_HARMLESS = frozenset({"WORKDIR", "ENV", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "USER", "SHELL"})
+_HERE = frozenset({".", "./"})
+
+
+def why_an_image(dockerfile: str) -> str:
+    """Return the first line that a plain Python sandbox can't follow, and why; empty if it can follow all."""
+    for number, words in _instructions(dockerfile):
+        name, rest = words[0].upper(), words[1:]
+        why = ""
+        if name == "FROM":
+            why = _of_base(rest[0] if rest else "")
+        elif name == "COPY":
+            why = "" if len(rest) == 2 and rest[0] in _HERE else "it copies other things than its folder"
+        elif name not in _HARMLESS:
+            why = "nothing is built or run here"
+        if why:
+            return f"line {number}, `{' '.join(words)[:80]}`: {why}"
+    return ""
+
+
+def workdir_of(dockerfile: str) -> str:
+    """Return the last WORKDIR; empty if there is none."""
+    return next((words[-1] for _, words in reversed(_instructions(dockerfile)) if words[0].upper() == "WORKDIR"), "")
+
+
+def _of_base(image: str) -> str:
+    if (found := _PYTHON.fullmatch(image)) is not None:
+        have = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return "" if found[1] == have else f"this node has Python {have}"
+    return "" if _BARE.fullmatch(image) else "it is no plain Python, Debian or Ubuntu"
+
+
+def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
+    """Return the instructions: the number of the first line, and the words of each."""
+    found: list[tuple[int, list[str]]] = []
+    begun, words = 0, list[str]()
+    for number, line in enumerate(dockerfile.splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        begun = begun or number
+        words += text.removesuffix("\\").split()
+        if not text.endswith("\\"):
+            found.append((begun, words))
+            begun, words = 0, []
+    return [*found, *([(begun, words)] if words else [])]
+
 
 MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
 TRUST = "trust_test_scripts=true"
 _SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
-"""Harbor's own, and of tests that are taken apart."""
+"""Default time limits: Harbor's own for test.sh, and the limit of hidden tests."""
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 _DOCKER = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
 _SKIPPED = frozenset({"__pycache__", ".git", ".pytest_cache", ".DS_Store"})
 
 
 class _Section(BaseModel):
-    """Other keys are Harbor's, and nothing to us."""
+    """Section of task.toml; other keys are Harbor's and are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Own(BaseModel):
-    """`[metadata.rayapp]`."""
+    """Section `[metadata.rayapp]` of task.toml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     answer: tuple[str, ...] = ("*",)
-    """Patterns of the files that count; changes of others are left out."""
+    """Patterns of the files that count; changes to other files are ignored."""
     score: Literal["all", "share"] = "all"
-    """all: 1 where every test is passed, else 0. share: tests passed / tests."""
+    """all: 1 if every test is passed, else 0. share: tests passed / tests."""
 
 
 class _Metadata(_Section):
     rayapp: Own = Own()
 
 
-class _Environment(_Section):
+class _TaskEnvironment(_Section):
     docker_image: str = ""
     workdir: str = Field("", pattern="^(/.*)?$")
     memory_mb: int = Field(512, ge=64)
@@ -62,7 +116,7 @@ class _Environment(_Section):
     @model_validator(mode="before")
     @classmethod
     def _read_sizes(cls, values: dict[str, object]) -> dict[str, object]:
-        """`memory = "2G"`, as in tasks of Harbor's first version."""
+        """Accept `memory = "2G"`, the form in Harbor's first version."""
         return {f"{name}_mb": _mebibytes(values[name]) for name in ("memory", "storage") if name in values} | values
 
 
@@ -70,46 +124,46 @@ class _Verifier(_Section):
     timeout_sec: float | None = Field(None, gt=0, le=3600)
     env: dict[str, str] = Field(default_factory=dict)
     environment_mode: Literal["shared", "separate"] | None = None
-    environment: _Environment | None = None
+    environment: _TaskEnvironment | None = None
 
 
 class _Toml(_Section):
     metadata: _Metadata = _Metadata()
     verifier: _Verifier = _Verifier()
-    environment: _Environment = _Environment()
+    environment: _TaskEnvironment = _TaskEnvironment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFolder:
-    """What a folder holds."""
+    """Contents of a task folder."""
 
     name: str
     instruction: str
     repository: Mapping[str, str]
     tests: tuple[HiddenTest, ...]
     script: TestScript | None
-    """Judges in place of the tests."""
+    """Script that judges in place of the tests."""
     solution: Mapping[str, str]
-    """Empty where the folder has none."""
+    """Files of the solution; empty if the folder has none."""
     own: Own
     image: str
-    """Image or template that the sandboxes need; empty: any with Python."""
+    """Image or template that the sandboxes need; empty if any sandbox with Python is enough."""
     images: Mapping[str, str]
-    """By image that its sandboxes or those of its verdict need: why."""
+    """Images that the workspaces or verdicts need, each with the reason."""
     workdir: str
-    """Where the repository has to lie for a script of Harbor's; empty: there is none."""
+    """Folder of the repository for Harbor's scripts; empty if there is no script."""
     timeout_s: float
     memory_mib: int
     disk_mib: int
 
 
 def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) -> TaskFolder:
-    """A task folder.
+    """Return the contents of a task folder, checked.
 
     Args:
-        trusts_script: its `tests/test.sh`, where it has one, may judge.
+        trusts_script: allow the folder's `tests/test.sh`, if it has one, to judge.
     Raises:
-        InputError: a part is missing or can't be used; says which, and the way out.
+        InputError: a part is missing or can't be used; the message names the part and the way out.
     """
     where = f"task {name}"
     for part in ("instruction.md", "task.toml", "environment", "tests"):
@@ -158,8 +212,8 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
         raise InputError(f"{where}: its task.toml: {explain(error, _Toml)}") from error
 
 
-def _image(section: _Environment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """What sandboxes the task needs, empty for any with Python, and why."""
+def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Return the image that the task needs, empty if any sandbox with Python is enough, and why."""
     if section.docker_image:
         return section.docker_image, "task.toml names it"
     compose = next((file for file in environment if file.startswith("docker-compose")), "")
@@ -171,7 +225,7 @@ def _image(section: _Environment, environment: Mapping[str, str], name: str) -> 
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """With why it needs its image. That is the agent's, unless Harbor would build another from the folder `tests`."""
+    """Return the script, and why it needs its image: the agent's, or the one that Harbor would build from `tests`."""
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(f"{where}: its verifier.env.{secret} is a variable of this machine's: none enters a sandbox")
     texts = {path: files.get(path, b"").decode(errors="replace") for path in ("Dockerfile", "test.sh")}
@@ -179,7 +233,7 @@ def _script(
         raise InputError(f"{where}: tests/test.sh can't start: its first line names no program, as `#!/bin/bash` does")
     image, why = agents
     if verifier.environment_mode == "separate" or verifier.environment:
-        section = verifier.environment or _Environment()
+        section = verifier.environment or _TaskEnvironment()
         image, why = _image(section, texts, f"{name}-tests") if texts["Dockerfile"] or section.docker_image else agents
     if not image and (why := why_a_script_needs_an_image(texts["test.sh"])):
         image = name
@@ -207,7 +261,7 @@ def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
 
 
 def _mebibytes(size: object) -> object:
-    """Of `2G`, `512M`, `64K`; anything else as it is, to be refused."""
+    """Return the MiB of `2G`, `512M` or `64K`; anything else unchanged, for pydantic to refuse."""
     text = str(size).upper()
     try:
         return int(float(text[:-1]) * _UNITS[text[-1:]])
@@ -216,7 +270,7 @@ def _mebibytes(size: object) -> object:
 
 
 def _texts(folder: Traversable, where: str) -> Iterator[tuple[str, str]]:
-    """Relative path and text of every file, in order."""
+    """Yield relative path and text of every file, in order."""
     for path, data in _files(folder, where):
         yield path, _decoded(path, data, where)
 

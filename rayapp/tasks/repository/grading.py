@@ -1,4 +1,4 @@
-"""What changed files are worth: hidden tests in a fresh sandbox, which gets the repository with the changes alone.
+"""Verdict on changed files: hidden tests in a fresh sandbox, which gets only the repository with the changes.
 
     changed files -> the repository with them -> one interpreter per test -> values of its probes -> compared here
 
@@ -8,13 +8,14 @@ not handed in.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Reward
-from rayapp.tasks.repository.hidden_tests import PROBE, HiddenTest
+from rayapp.tasks.repository.hidden_tests import PROBE, HiddenTest, all_hold
+from rayapp.tasks.text_process import holds
 
 _ENTRY = "_rayapp_entry"
 _INSIDE = f"""
@@ -47,43 +48,44 @@ def {_ENTRY}(files, source):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One hidden test on a repository."""
+class TestOutcome:
+    """Result of one hidden test on a repository."""
 
     problem: str
-    """Why it is failed; empty where it is passed."""
+    """Reason of failure; empty if passed."""
     seconds: float
 
 
 async def run_tests(
     sandbox: Sandbox, repository: Mapping[str, str], tests: Sequence[HiddenTest], *, timeout_s: float
-) -> list[Outcome]:
-    """Every test, in an interpreter of its own.
+) -> list[TestOutcome]:
+    """Run every test, each in its own interpreter.
 
     Args:
-        repository: all of its files, by relative path.
-        timeout_s: for all of them. Those that are left are failed.
+        repository: all files of the repository, by relative path.
+        timeout_s: time limit for all tests together, counted while they run. Tests left after it are failed.
     Raises:
         SandboxError: the sandbox failed.
+        TextReadingFailedError: the text process, which checks the conditions, can't be started.
     """
-    ends_at, outcomes = time.monotonic() + timeout_s, []
+    left_s, outcomes = timeout_s, []
     for test in tests:
-        left_s = ends_at - time.monotonic()
         if left_s <= 0:
-            outcomes.append(Outcome(problem="out of time", seconds=0.0))
+            outcomes.append(TestOutcome(problem="out of time", seconds=0.0))
             continue
         inputs = [[dict(repository), test.source]]
         report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=left_s)
         (call,), ran = report.calls, report.exec
+        left_s -= ran.duration_s
         problem = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
-        if not problem and not (ran.ok and call.ok and test.is_passed(call.value)):
+        if not problem and not (ran.ok and call.ok and await holds(partial(all_hold, test.conditions), call.value)):
             problem = "wrong value"
-        outcomes.append(Outcome(problem=problem, seconds=ran.duration_s))
+        outcomes.append(TestOutcome(problem=problem, seconds=ran.duration_s))
     return outcomes
 
 
-def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[Outcome], *, pays_share: bool) -> Reward:
-    """1 where all tests are passed, else 0; or the share of those passed.
+def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
+    """Return reward 1 if all tests are passed, else 0; with `pays_share`, the fraction of passed tests.
 
     Terms: `pass_rate` and `solved`.
     """
@@ -95,5 +97,5 @@ def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[Outcome], *, pays_sh
 
 
 def no_answer(detail: str) -> Reward:
-    """The verdict on a text that hands nothing in."""
+    """Return the verdict on a text without an answer."""
     return Reward(value=0.0, terms={"pass_rate": 0.0, "solved": 0.0}, status="no_code", detail=detail)

@@ -1,10 +1,14 @@
-"""Hidden tests of a repository, written as pytest would read them, taken apart: what runs, and what it must give.
+"""Reads a repository's hidden tests, which are written for pytest. Pure; `grading.py` runs them.
+
+Each test is separated into code that runs in the sandbox, and conditions that are checked outside:
 
     assert total(cart) == 12   ->   inside: probe(total(cart))        outside: value == 12
-    with pytest.raises(X): …   ->   inside: probe(what was raised)    outside: X is among its classes
+    with pytest.raises(X): …   ->   inside: probe(the exception)      outside: X is among its classes
 
-Only the left column enters a sandbox: the code under test meets no expected value, so there is none to read and no
-verdict to forge. A file that can't be taken apart so is refused when its task is loaded. Pure.
+The code under test never meets an expected value, so it can neither read one nor forge a verdict. A file that can't be
+separated is refused when its task is loaded.
+
+Imported by the text process, so it may import only the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rayapp.core.errors import InputError
@@ -21,8 +26,11 @@ from rayapp.tasks.code.conditions import COMPARE
 from rayapp.tasks.extraction import parse
 
 Condition = Callable[[Any], object]
-"""From what a probe gave, plain data, to a value that is true where the assertion holds. It may raise: then not."""
+"""From a probe's value, plain data, to whether the assertion holds; if it raises, it does not. Called in the text
+process, so it is a `partial` of a function of this module."""
 PROBE = "_rayapp_probe"
+_MOST_MESSAGE_CHARS = 2000
+"""Most characters of an exception's message that are matched with a pattern."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +40,24 @@ class HiddenTest:
     name: str
     """`test_cart.py::test_total`."""
     original: str
-    """As it is written: part of the oracle."""
+    """The test's own source; must not reach an agent."""
     source: str
     """Python that calls PROBE with a value for each condition, in order."""
     conditions: tuple[Condition, ...]
 
-    def is_passed(self, values: object) -> bool:
-        """Whether these are the values of a right answer: what came out of a sandbox, whatever it is."""
-        if type(values) is not list or len(values) != len(self.conditions):
-            return False
-        try:
-            return all(bool(holds(value)) for holds, value in zip(self.conditions, values, strict=True))
-        except Exception:  # boundary: a comparison that these values don't support
-            return False
+
+def all_hold(conditions: Sequence[Condition], values: object) -> bool:
+    """True if a test's conditions hold for any data from a sandbox. If it raises, they don't hold."""
+    if type(values) is not list or len(values) != len(conditions):
+        return False
+    return all(bool(holds(value)) for holds, value in zip(conditions, values, strict=True))
 
 
 def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
-    """The tests of one file.
+    """Return the tests of one file.
 
     Raises:
-        InputError: it is no Python, or a test can't be taken apart; with file and line.
+        InputError: the file is not Python, or a test can't be separated; the message names file and line.
     """
     tree = parse(source)
     if tree is None:
@@ -69,7 +75,7 @@ def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
 def _hidden_test(file: str, above: Sequence[ast.stmt], test: ast.FunctionDef, lines: Sequence[str]) -> HiddenTest:
     if test.decorator_list or test.args.args:
         raise _refused(file, test, "marks, fixtures and parameters are not known here: write a test without them")
-    reader = _Reader(file)
+    reader = _HiddenTestReader(file)
     body = [reader.statement(node) for node in test.body]
     if not reader.conditions:
         raise _refused(file, test, "the test asserts nothing")
@@ -86,8 +92,8 @@ def _hidden_test(file: str, above: Sequence[ast.stmt], test: ast.FunctionDef, li
     )
 
 
-class _Reader:
-    """Reads the statements of one test; `conditions` are those met so far."""
+class _HiddenTestReader:
+    """Reads the statements of one test; `conditions` are the conditions found so far."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -114,24 +120,21 @@ class _Reader:
         return ast.Call(ast.Name(PROBE, ast.Load()), [value], [])
 
     def _separated(self, test: ast.expr) -> ast.expr:
-        """The part that runs inside; its condition is noted."""
+        """Return the part that runs inside, and append its condition to `conditions`."""
         match test:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARE:
                 return self._comparison(test, left, op, right)
         raise _refused(self._file, test, "an assert compares with a literal: `assert f(x) == 3`, `assert f(x) is True`")
 
     def _comparison(self, test: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
-        compare = COMPARE[type(op)]
         if (found := _approximate(right)) is not None and isinstance(op, ast.Eq):
-            self.conditions.append(lambda value: math.isclose(value, found, rel_tol=1e-6, abs_tol=1e-12))
+            self.conditions.append(partial(_is_close, found))
             return left
         if _is_literal(right):
-            wanted = ast.literal_eval(right)
-            self.conditions.append(lambda value: compare(value, wanted))
+            self.conditions.append(partial(_compared, type(op), ast.literal_eval(right)))
             return left
         if _is_literal(left):
-            wanted = ast.literal_eval(left)
-            self.conditions.append(lambda value: compare(wanted, value))
+            self.conditions.append(partial(_compared_last, type(op), ast.literal_eval(left)))
             return right
         raise _refused(self._file, test, "one side of an assert has to be a literal")
 
@@ -142,13 +145,33 @@ class _Reader:
             case _:
                 raise _refused(self._file, call, "write pytest.raises(Error) or pytest.raises(Error, match='text')")
         pattern = ast.literal_eval(call.keywords[0].value) if call.keywords else ""
-        self.conditions.append(lambda value: name in value[0] and re.search(pattern, value[1]) is not None)
+        self.conditions.append(partial(_was_raised, name, pattern))
         # Everything in the block may raise: asserts in it would never be reached.
         body = [self.statement(inside) for inside in node.body]
-        caught = ast.parse(f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:2000]])").body
+        caught = ast.parse(
+            f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:{_MOST_MESSAGE_CHARS}]])"
+        ).body
         missed = ast.parse(f"{PROBE}([[], ''])").body
         handler = ast.ExceptHandler(type=ast.Name("Exception", ast.Load()), name="_error", body=caught)
         return ast.Try(body=body, handlers=[handler], orelse=missed, finalbody=[])
+
+
+def _is_close(wanted: float, value: Any) -> bool:
+    return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-12)
+
+
+def _compared(operator: type[ast.cmpop], wanted: object, value: object) -> object:
+    return COMPARE[operator](value, wanted)
+
+
+def _compared_last(operator: type[ast.cmpop], wanted: object, value: object) -> object:
+    return COMPARE[operator](wanted, value)
+
+
+def _was_raised(name: str, pattern: str, value: Any) -> bool:
+    names, message = value
+    # Also cut here: the candidate's code may have replaced the probe, which cuts inside the sandbox.
+    return name in names and re.search(pattern, message[:_MOST_MESSAGE_CHARS]) is not None
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -160,7 +183,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _approximate(node: ast.expr) -> float | None:
-    """The number in `pytest.approx(number)`."""
+    """Return the number in `pytest.approx(number)`; None for any other expression."""
     match node:
         case ast.Call(func=func, args=[number], keywords=[]) if ast.unparse(func) == "pytest.approx":
             return float(ast.literal_eval(number)) if _is_literal(number) else None

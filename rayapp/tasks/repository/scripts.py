@@ -1,10 +1,11 @@
-"""Harbor's scripts: `tests/test.sh`, which judges, where the user trusts it, and `solution/solve.sh`.
+"""Runs Harbor's scripts: `tests/test.sh`, which judges if the user trusts it, and `solution/solve.sh`.
 
     changed files -> fresh sandbox: the repository with them at /app, tests at /tests -> test.sh -> its reward file
 
-The script runs the code that it judges, which can write the reward itself: nothing here prevents that. What is cheap is
-done: the sandbox gets nothing of the agent's but changed files, without those that steer a test runner; one file is
-read as the reward, after everything that the script started has ended; a script that was killed has given none.
+The script runs the code that it judges, so this code can write the reward itself: nothing here prevents that. Cheap
+precautions are taken: of the agent's work the sandbox gets only changed files, without those that control a test
+runner; one file is read as the reward, after all processes of the script have ended; a killed script gives no
+reward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rayapp.core.types import Reward
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 
 WORKDIR = "/app"
-"""Where a repository lies unless its task says otherwise; in local sandboxes nowhere else."""
+"""Default folder of a repository; the only one in local sandboxes."""
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
@@ -77,23 +78,23 @@ if [ "$at" != "$PWD" ]; then
 fi
 git init -q . && echo {HARBOR} >> .git/info/exclude
 """
-"""Makes the task's folder, given as $0, the sandbox's own; what an image has there is moved."""
+"""Links the task's folder, given as $0, to the sandbox's working folder; an image's files there are moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestScript:
-    """A `test.sh` that the user trusts, and what it needs."""
+    """A `test.sh` that the user trusts, and its requirements."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a pytest class
     files: Mapping[str, bytes]
-    """Of the folder `tests`, by relative path."""
+    """Files of the folder `tests`, by relative path."""
     env: tuple[tuple[str, str], ...]
     image: str
-    """Image or template of the sandboxes that it runs in; empty: any with Python."""
+    """Image or template of its sandboxes; empty if any sandbox with Python is enough."""
 
 
 def why_a_script_needs_an_image(script: str) -> str:
-    """The first line of a test.sh that a sandbox with Python alone can't run, and why; empty where it can run all."""
+    """Return the first line of a test.sh that a plain Python sandbox can't run, and why; empty if it can run all."""
     for number, line in enumerate(script.splitlines(), start=1):
         program = interpreter_of(line) if number == 1 else ""
         why = f"this node has no {program}" if program and shutil.which(program) is None else ""
@@ -103,7 +104,7 @@ def why_a_script_needs_an_image(script: str) -> str:
 
 
 def interpreter_of(first_line: str) -> str:
-    """The program that a script's first line names; empty where it names none, so that nothing can start it."""
+    """Return the program in a script's first line; empty if there is none, so that the script can't be started."""
     words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
     return next((word for word in words if PurePosixPath(word).name != "env" and not word.startswith("-")), "")
 
@@ -111,10 +112,10 @@ def interpreter_of(first_line: str) -> str:
 def without_steering(
     base: Mapping[str, str], changed: Mapping[str, str], told: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The changed repository with files that steer a test runner as they were, and the paths of those.
+    """Return the changed repository with files that control a test runner restored, and their paths.
 
-    Such are its configuration, Python's start-up code, and new modules at the top with the name of one of Python's or
-    pytest's. One that the task's own texts (`told`: instruction, solution) name may change.
+    These are the runner's configuration, Python's start-up code, and new top-level modules with the name of a module of
+    Python or pytest. Files that the task's own texts (`told`: instruction, solution) name may be changed.
     """
     words = "\n".join(told)
     left_out = [
@@ -141,12 +142,12 @@ async def judge_by_script(
     workdir: str,
     timeout_s: float,
 ) -> tuple[Reward, float]:
-    """The reward that `test.sh` writes, and the seconds that it took.
+    """Return the reward that `test.sh` writes, and the seconds that it took.
 
     Args:
-        gone: files of the image's repository that are deleted.
+        gone: files of the image's repository to delete.
     Raises:
-        SandboxConfigError: these sandboxes can't have Harbor's paths.
+        SandboxConfigError: these sandboxes can't hold Harbor's paths.
         SandboxError: the sandbox failed.
     """
     tests = {f"/tests/{path}": data for path, data in script.files.items()}
@@ -161,7 +162,7 @@ async def judge_by_script(
         return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
     if ran.exit_code < 0:
         return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
-    # An honest script writes one of the two: the other one is not its word.
+    # The script names the file that it writes; the judged code may have written the other one.
     names_json = any(b"reward.json" in data for data in script.files.values())
     for path in rewards if names_json else rewards[1:]:
         try:
@@ -213,7 +214,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """The value called `reward`, or the only one."""
+    """Return the value called `reward`, or the only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)

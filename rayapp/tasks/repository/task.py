@@ -1,38 +1,137 @@
-"""A task over a repository: an agent changes files in a workspace, hidden tests judge the changes in another sandbox.
-Where the user trusts it, the folder's own `test.sh` does.
+"""A repository task: an agent changes files in a workspace, and hidden tests judge the changes in another sandbox.
 
     folder -> agent_start: the repository, a quota, tools -> submit: the changed files, as an answer -> score
 
-Played by the tool agent alone. See `rayapp.core.protocols.AgentTask`.
+If the user trusts it, the folder's own `test.sh` judges. Only the tool agent can play it; see
+`rayapp.core.protocols.AgentTask`. An answer is JSON, `{"files": {"src/cart.py": "…", "old.py": null}}`: the whole text
+of each changed file, null for a deleted one.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
+from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
 from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
 from rayapp.tasks.repository.scripts import LINK_WORKDIR, SOLVE, judge_by_script, run_solve_script, without_steering
-from rayapp.tasks.repository.work import applied, as_answer, changed_files, read_answer
-from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S, judged_in_sandbox
+from rayapp.tasks.text_process import TextReadingFailedError
+from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
+
+MAX_BYTES = 1 << 20
+"""Most bytes of all changed files together."""
+MAX_FILES = 200
+_TIMEOUT_S = 30.0
+_SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
+_PROGRAM = """
+import hashlib, json, os, sys
+known, most, skipped = json.loads(sys.stdin.read())
+files, size, problem = {}, 0, ''
+for folder, folders, names in os.walk('.'):
+    folders[:] = sorted(name for name in folders if name not in skipped)
+    for name in sorted(names):
+        path = os.path.join(folder, name)[2:]
+        if os.path.islink(path) or not os.path.isfile(path) or name.endswith('.pyc'):
+            continue
+        with open(path, 'rb') as file:
+            data = file.read(most + 1)
+        if known.pop(path, '') == hashlib.sha256(data).hexdigest():
+            continue
+        size += len(data)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            continue
+        if size > most:
+            problem = 'the changed files are larger than %d KiB together' % (most >> 10)
+            break
+        files[path] = text
+files.update((path, None) for path in known if not os.path.lexists(path))
+print(json.dumps({'problem': problem, 'files': {} if problem else files}))
+"""
+
+
+async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the files of a workspace that were changed, created or deleted (None) since its start.
+
+    Raises:
+        UnusableWorkError: too much has changed.
+        SandboxError: the sandbox failed.
+    """
+    known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
+    ran = await sandbox.run_code(
+        _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps([known, MAX_BYTES, _SKIPPED]), max_output_bytes=8 * MAX_BYTES
+    )
+    if ran.stopped_for is not None:
+        raise UnusableWorkError(f"the workspace could not be read: {ran.stopped_for.value}")
+    try:
+        found = json.loads(ran.stdout)
+        problem, files = found["problem"], found["files"]
+    except (ValueError, KeyError, TypeError):
+        raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None
+    if problem:
+        raise UnusableWorkError(problem)
+    return {str(path): None if text is None else str(text) for path, text in files.items()}
+
+
+def as_answer(files: Mapping[str, str | None]) -> str:
+    return json.dumps({"files": dict(sorted(files.items()))}, indent=1)
+
+
+def read_answer(text: str) -> dict[str, str | None] | None:
+    """Return the changed files of an answer; None if the text is not an answer."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    match found:
+        case {"files": dict(files)} if len(files) <= MAX_FILES and all(map(_is_change, files.items())):
+            return files
+    return None
+
+
+def _is_change(item: tuple[object, object]) -> bool:
+    path, text = item
+    if not isinstance(path, str) or not isinstance(text, str | None):
+        return False
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        return False
+    parts = PurePosixPath(path).parts
+    return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
+
+
+def applied(
+    base: Mapping[str, str], files: Mapping[str, str | None], allowed: Sequence[str] = ("*",)
+) -> dict[str, str]:
+    """Return the repository with the changes whose path matches one of the patterns."""
+    counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
+    both = {**base, **counted}
+    return {path: text for path, text in both.items() if text is not None}
+
 
 TOOLS = ("bash", "edit", "python", "submit_work")
 _GIT = "git init -q . && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out'"
 _SETUP_TIMEOUT_S = 30.0
 _PROCESSES = 64
-"""Git starts helpers of its own."""
+"""Process limit; Git starts helper processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryTask:
-    """See the module; make one with `load_repository`."""
+    """A repository task; make one with `load_repository`."""
 
     folder: TaskFolder
 
@@ -42,7 +141,7 @@ class RepositoryTask:
 
     @property
     def spec(self) -> SandboxSpec:
-        """The sandboxes of its workspaces."""
+        """Requirements of the workspaces' sandboxes."""
         folder = self.folder
         return SandboxSpec(
             template=folder.image,
@@ -54,17 +153,17 @@ class RepositoryTask:
 
     @property
     def verdict_spec(self) -> SandboxSpec:
-        """The sandboxes of its verdicts."""
+        """Requirements of the verdicts' sandboxes."""
         return replace(self.spec, template=self.folder.script.image) if self.folder.script else self.spec
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Raises InputError: an agent has to play it."""
+        """Raise InputError: only an agent can play this task."""
         raise InputError(
-            f"task {self.name} is a repository to work in, which one answer can't: set agent.task_agent to tool_agent"
+            f"task {self.name} is a repository, which only an agent can change: set agent.task_agent to tool_agent"
         )
 
     def agent_start(self) -> AgentStart:
-        """The instruction, and the repository in a workspace with a quota, under git where there is one."""
+        """Return the instruction, and the repository in a workspace with a quota, under git if git is installed."""
         told = f"{self.folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         return AgentStart(
             messages=({"role": "user", "content": told},),
@@ -77,7 +176,7 @@ class RepositoryTask:
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
-        """The answer that a workspace holds: the files that are not as they were.
+        """Return the answer in a workspace: its changed files.
 
         Raises:
             UnusableWorkError: too much has changed.
@@ -86,10 +185,10 @@ class RepositoryTask:
         return as_answer(await changed_files(sandbox, self.folder.repository))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
-        """The solution as an answer; None where the folder has none. `solve.sh` is run in a workspace.
+        """Return the solution as an answer; None if the folder has none. `solve.sh` runs in a workspace.
 
         Raises:
-            UnusableWorkError: it changes too much.
+            UnusableWorkError: the solution changes too much.
             SandboxError: the sandbox failed.
         """
         folder = self.folder
@@ -104,23 +203,25 @@ class RepositoryTask:
             return await self.collect(sandbox)
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """1 where the changed files pass every hidden test, else 0; or the share of tests, where task.toml says so.
+        """Return reward 1 if the changed files pass every hidden test, else 0; or the pass rate, if task.toml says so.
 
         Raises:
-            SandboxConfigError: no sandbox can ever be had with this configuration.
+            SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
         files = read_answer(completion_text)
         if files is None:
             found = no_answer("nothing was handed in")
         else:
-            found = await judged_in_sandbox(
-                sandboxes, self.verdict_spec, partial(self._judge, self.with_changes(files))
-            )
+            judge = partial(self._judge, self.with_changes(files))
+            try:
+                found = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+            except TextReadingFailedError as error:
+                found = Reward.invalid(error.kind, str(error))
         return replace(found, time_score_s=time.monotonic() - started)
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str]:
-        """The repository as it is tested: changes of files that don't count are left out."""
+        """Return the repository to test, without changes to files that don't count."""
         return applied(self.folder.repository, files, self.folder.own.answer)
 
     async def _judge(self, repository: Mapping[str, str], sandbox: Sandbox) -> Reward:
@@ -131,7 +232,7 @@ class RepositoryTask:
         return verdict(tests, outcomes, pays_share=self.folder.own.score == "share")
 
     async def judge_by_script(self, changed: Mapping[str, str], sandbox: Sandbox) -> tuple[Reward, float]:
-        """The reward of its `test.sh`, and the seconds that it took. Raises as `scripts.judge_by_script`."""
+        """Return the reward of the folder's `test.sh` and its seconds. Raises as `scripts.judge_by_script`."""
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
@@ -145,5 +246,5 @@ class RepositoryTask:
 
 
 def load_repository(folder: Traversable, name: str, *, trusts_script: bool = False) -> RepositoryTask:
-    """The task of a folder. Arguments and errors are those of `read_folder`."""
+    """Return the task of a folder. Arguments and errors are those of `read_folder`."""
     return RepositoryTask(folder=read_folder(folder, name, trusts_script=trusts_script))

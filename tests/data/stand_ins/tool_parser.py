@@ -1,6 +1,6 @@
 """Found in place of `rayapp.engine.vllm_tool_parser`; tests/contracts/test_tool_parsers.py compares the two."""
 
-from rayapp.testing.hermes import HermesParser
+from support.hermes import HermesParser
 
 
 def load_parser(name, tokenizer, tools, sample=None):

@@ -12,7 +12,7 @@ import pytest
 from actors.group_calls import GroupCalls
 from rayapp.core.aio import as_they_end
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 
 
 class Server:
@@ -22,7 +22,7 @@ class Server:
     request_timeout_s = 5.0
 
     def __init__(self, *, dies: bool = False, forgets: int | None = None) -> None:
-        self.calls: list[list[str]] = []
+        self.calls: list[list[RequestId]] = []
         self.cohort_sizes: list[int] = []
         self._dies = dies
         self._forgets = forgets
@@ -38,7 +38,7 @@ class Server:
     async def _one(self, request: Any) -> Completion:
         request_id, prompt_ids, _, version, _ = request
         assert prompt_ids.dtype == np.int32
-        index = int(request_id.rpartition("=")[2])
+        index = request_id.trajectory
         await asyncio.sleep(0.001 * index)
         if index == 2:
             raise StaleVersionError(f"{request_id} needs {version}")
@@ -54,7 +54,7 @@ class Server:
 async def ask(server: Server, *indices: int) -> list[Any]:
     calls = GroupCalls(server, min_policy_version=4, cohort_size=8)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=1)
-    asked = [calls.generate(f"group=7/trajectory={i}", [1, 2], sampling) for i in indices]
+    asked = [calls.generate(RequestId("group", 7, i), [1, 2], sampling) for i in indices]
     return list(await asyncio.gather(*asked, return_exceptions=True))
 
 
@@ -63,7 +63,7 @@ async def test_one_call_for_all_and_each_gets_its_own_answer() -> None:
 
     found = await ask(server, 0, 1, 2, 3)
 
-    assert server.calls == [[f"group=7/trajectory={i}" for i in range(4)]]
+    assert server.calls == [[RequestId("group", 7, i) for i in range(4)]]
     assert [c.token_ids.tolist() for c in found if isinstance(c, Completion)] == [[0], [1], [3]]
     assert isinstance(found[2], StaleVersionError)
     assert found[0].policy_version == 4
@@ -101,8 +101,8 @@ async def test_later_turns_are_calls_of_their_own_and_wait_for_no_cohort() -> No
     server = Server()
     calls = GroupCalls(server, min_policy_version=0, cohort_size=8)  # type: ignore[arg-type]
     for turn in (0, 1):
-        await calls.generate(f"g/turn={turn}", [1], SamplingParams(max_tokens=1))
-    assert server.calls == [["g/turn=0"], ["g/turn=1"]]
+        await calls.generate(RequestId("group", 0, 0, turn=turn), [1], SamplingParams(max_tokens=1))
+    assert server.calls == [[RequestId("group", 0, 0, turn=turn)] for turn in (0, 1)]
     assert server.cohort_sizes == [8, 1]
 
 
@@ -111,7 +111,7 @@ async def test_who_gives_up_disturbs_nobody(gives_up: int) -> None:
     server = Server()
     calls = GroupCalls(server, min_policy_version=0, cohort_size=8)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=1)
-    tasks = {i: asyncio.create_task(calls.generate(f"g={i}", [1], sampling)) for i in (0, 1, 3)}
+    tasks = {i: asyncio.create_task(calls.generate(RequestId("group", 0, i), [1], sampling)) for i in (0, 1, 3)}
     await asyncio.sleep(0)
     tasks.pop(gives_up).cancel()
     found = await asyncio.gather(*tasks.values())

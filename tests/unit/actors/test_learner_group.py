@@ -12,7 +12,7 @@ from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 
 class Rank:

@@ -15,7 +15,7 @@ import pytest
 
 from actors.model_server import ModelServer, vllm_serve
 from rayapp.config.config import Config, with_values
-from rayapp.config.model_servers import ModelServerSection
+from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError
 
 SERVER = """
@@ -49,9 +49,9 @@ async def server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await server.close()
 
 
-def the_keeper() -> psutil.Process:
+def the_supervisor() -> psutil.Process:
     running = (each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE)
-    return next(each for each in running if "keeper.py" in " ".join(each.cmdline()))
+    return next(each for each in running if "supervisor.py" in " ".join(each.cmdline()))
 
 
 async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_started_again(
@@ -59,10 +59,10 @@ async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_
 ) -> None:
     address = await server.start()
     assert await server.ping()
-    keeper = the_keeper()
-    (program,) = keeper.children()
+    supervisor = the_supervisor()
+    (program,) = supervisor.children()
     os.kill(program.pid, signal.SIGKILL)
-    while keeper.status() != psutil.STATUS_ZOMBIE:  # waited for by the server, which reads how it ended
+    while supervisor.status() != psutil.STATUS_ZOMBIE:  # waited for by the server, which reads how it ended
         await asyncio.sleep(0.01)
     with pytest.raises(EngineDeadError, match=r"model-server-judge .* ended with status -9"):
         await server.ping()
@@ -78,14 +78,14 @@ async def test_its_cache_is_of_whole_gib_where_a_server_of_the_policy_takes_a_pa
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     server._config = with_values(server._config, server={"kv_cache_gib": 1.1})
     await server.start()
-    (program,) = the_keeper().children()
+    (program,) = the_supervisor().children()
 
     assert program.environ()["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
 async def test_all_that_a_server_started_ends_with_it(server: ModelServer) -> None:
     await server.start()
-    running = [the_keeper(), *the_keeper().children(recursive=True)]
+    running = [the_supervisor(), *the_supervisor().children(recursive=True)]
     assert len(running) == 3  # with the server, and what that has started
 
     await server.close()

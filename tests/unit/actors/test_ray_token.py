@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup.session import _make_token_folder
+from actors.own_ray import _make_token_folder
 from rayapp.core.errors import ConfigError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.setup.starting import all_ready
+from actors.starting import all_ready
 from rayapp.core.errors import DeadlineError, RayappError
 
 

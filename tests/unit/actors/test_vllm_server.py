@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.stand_ins import VERSION_TENSOR, ScriptedServer
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, StaleVersionError, StalledError, WeightSyncError
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
+from support.stand_ins import VERSION_TENSOR, ScriptedServer
 
 
 async def weights(version: int) -> WeightBucket:
@@ -28,7 +28,9 @@ async def started(*, must_sync: bool = False) -> ScriptedServer:
 
 
 async def ask(server: ScriptedServer, *, min_policy_version: int = 0) -> Completion:
-    return await server.generate("group=0/trajectory=0", [72], SamplingParams(max_tokens=4, seed=1), min_policy_version)
+    return await server.generate(
+        RequestId("group", 0, 0), [72], SamplingParams(max_tokens=4, seed=1), min_policy_version
+    )
 
 
 async def test_a_server_that_was_started_again_samples_nothing_until_it_has_weights() -> None:

@@ -9,7 +9,7 @@ import pytest
 import rayapp
 from rayapp.api.arguments import load, make_job
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.names.given import giving
+from rayapp.core.names import giving
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.loading import load_task, load_tasks
 

@@ -18,11 +18,11 @@ from rayapp.cli.main import run
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core import names as mechanism
 from rayapp.core.errors import ConfigError
-from rayapp.core.names import plugins as mechanism
-from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
+from rayapp.core.names import is_plugin, load_plugin, plugin_names
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
-from rayapp.rollout.agent.loops import check_agent_name, player_of
+from rayapp.rollout.agents import check_agent_name, player_of
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.sandbox.providers.table import remote_providers

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from rayapp.core.errors import InputError
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.rollout.agent.outcome import with_reward
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.testing.stubs.judge_stub import JudgeStub
+from rayapp.tasks.code.benchmarks import load_benchmark
+from support.stubs.judge_stub import JudgeStub
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -149,6 +151,28 @@ def test_a_tasks_verdict_is_found_again_with_the_same_hidden_tests(tmp_path: Pat
     )
 
     assert [row["after"] for row in rayapp.rescore(folder, "verdict").rows] == [1.0, -1.0]
+
+
+def test_a_benchmarks_trajectories_are_scored_by_the_problem_that_each_answers(tmp_path: Path) -> None:
+    problems = load_benchmark("benchmark:humaneval")[:2]
+    groups = [
+        replace(
+            group(number, [f"```python\n{problem.reference}\n```"], worth(1)),
+            prompt=Prompt(task=problem.name, text="", token_ids=IDS[:1], messages=asked(problem.prompt)),
+        )
+        for number, problem in enumerate(problems)
+    ]
+    unknown = replace(groups[0], prompt=replace(groups[0].prompt, messages=asked("another question")))
+    config: Any = {"data": {}, "tasks": ["benchmark:humaneval"]}
+
+    found = rayapp.rescore(save(tmp_path / "run", {1: groups}, **config), "verdict")
+    assert [row["after"] for row in found.rows] == [1.0, 1.0]
+    with pytest.raises(InputError, match="164 tasks are called 'humaneval', and none of them asked"):
+        rayapp.rescore(save(tmp_path / "changed", {1: [unknown]}, **config), "verdict")
+
+
+def asked(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
 
 
 def test_trajectories_without_a_ground_truth_are_refused_by_a_rule_that_needs_one(recorded: Path) -> None:

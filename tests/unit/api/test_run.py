@@ -8,7 +8,7 @@ import pytest
 
 import rayapp
 from rayapp.core.errors import InputError
-from rayapp.testing.synthetic_run import write_run
+from support.synthetic_run import write_run
 
 
 @pytest.fixture

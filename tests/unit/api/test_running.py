@@ -15,7 +15,7 @@ import rayapp
 from rayapp.config.config import Config
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, StopTraining
-from rayapp.core.names.given import given
+from rayapp.core.names import given
 from rayapp.driver import loop
 from rayapp.tasks.loading import load_tasks
 

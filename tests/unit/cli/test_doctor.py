@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayapp.cli.doctor import Finding, fitness, gpu_names, machine, metrics_port
+from rayapp.cli.doctor import Finding, _token_folder, fitness, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.learner.memory.plan import plan_host
@@ -260,3 +261,44 @@ def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(
     assert "judge q at http://127.0.0.1:9/v1" in found.detail
     assert "judge_unreachable" in found.detail
     assert "set NO_SUCH_KEY" in without_key.detail
+
+
+def test_a_disk_that_the_best_checkpoints_would_fill_is_found_before_the_run(model: Path, tmp_path: Path) -> None:
+    def disk(**checkpoint: Any) -> Finding | None:
+        sections = {"cluster": {"device": "cpu"}, "model": {"path": str(model)}, "checkpoint": checkpoint}
+        sections |= {"train": {"num_steps": 10**13}, "run": {"output_dir": str(tmp_path)}}
+        return problems(sections).get("disk")
+
+    assert disk(every_steps=1, keep_last=1) is None
+    for many in ({"keep_last": 10**12}, {"keep_best": 10**12}, {"keep_best": 10**12, "save_contents": ["hf_model"]}):
+        found = disk(every_steps=1, **many)
+        assert found is not None
+        assert "checkpoint.keep_best" in found.cure
+    assert disk(every_steps=10**12, keep_best=10**12) is None  # ten are saved at most
+
+
+def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rayapp.cli.doctor.gpu_names", lambda: ["g"] * 2)
+    monkeypatch.setattr("rayapp.learner.memory.gpus.gpu_here", lambda: None)
+    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 8 << 30)
+    sections = {"cluster": {"device": "gpu", "placement": "colocated"}, "model": {"path": str(model)}}
+
+    found = problems(sections | {"server": {"num_servers": 2}, "learner": {"num_learners": 2}})
+
+    assert "host memory: 12 GiB = 0 sleeping servers' weights" in found["memory"].detail
+    assert "11 processes + 1 object store; 8 are available" in found["memory"].detail
+
+
+def test_a_home_that_cannot_hold_rays_token_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(_token_folder()) == []
+
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    (finding,) = _token_folder()
+
+    assert (finding.level, finding.what) == ("problem", "home")
+    assert "RAY_AUTH_TOKEN" in finding.cure

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.api.checkpoint_model import with_checkpoint_as_model
+from rayapp.api.running import with_checkpoint_as_model
 from rayapp.config.config import Config
 from rayapp.config.loading import to_yaml
 from rayapp.config.sections import CheckpointSection
@@ -86,9 +86,9 @@ def test_it_is_the_folder_that_the_learners_would_have_written(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from rayapp.learner.state.checkpoint import _state
-    from rayapp.learner.state.convert import checkpoint_to_hf
     from rayapp.learner.state.export import export_hf
-    from rayapp.testing.learners import learner_alone
+    from rayapp.learner.state.hf_folder import checkpoint_to_hf
+    from support.learners import learner_alone
 
     base = tiny_model if model == "plain" else with_experts(tmp_path / "base", tiny_model)
     learner = {"cpu_threads": 1, "lora": {"rank": lora_rank, "target_modules": ["q_proj", "o_proj"]}}

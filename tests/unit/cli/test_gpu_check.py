@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from rayapp.cli.gpu_check import hardware
-from rayapp.cli.gpu_check.checks import BY_NAME, CHECKS, Check
-from rayapp.cli.gpu_check.command import chosen, print_rows, report_of
+from rayapp.cli.gpu_check.checks import BY_NAME, CHECKS, CheckContext, CheckResult, GpuCheck, first_devices
+from rayapp.cli.gpu_check.command import ResultRow, chosen, print_rows, report_of, run_check
 from rayapp.cli.gpu_check.engine import judge_engine, judge_memory
 from rayapp.cli.gpu_check.hardware import bus_gb_s, judge_versions
-from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, first_devices
-from rayapp.cli.gpu_check.processes import Row, run_check
 from rayapp.cli.gpu_check.training import judge_run, passed_on, run_config
 from rayapp.cli.main import run
 from rayapp.config.config import Config
@@ -47,10 +45,10 @@ def test_every_check_has_its_code_and_ends_in_time() -> None:
 def test_a_machine_with_one_gpu_leaves_out_what_needs_two(tmp_path: Path) -> None:
     left_out = {check.name: check.why_not(context_of(tmp_path, num_gpus=1)) for check in CHECKS}
     assert {name for name, why in left_out.items() if why == "needs 2 GPUs"} == {
-        "p2p", "all-reduce", "vllm-tp2", "split", "split-store",
+        "p2p", "all-reduce", "vllm-tp2", "split", "split-store", "async",
     }  # fmt: skip
     assert {check.name for check in CHECKS if check.why_not(context_of(tmp_path)) == "needs a GPU"} == {
-        "p2p", "memory", "vllm-tp2",
+        "p2p", "memory", "vllm-eager", "vllm-tp2",
     }  # fmt: skip
 
 
@@ -62,19 +60,19 @@ def test_checks_run_in_processes_of_their_own_and_their_figures_come_back(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, deadline_s: float = 60.0) -> Check:
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, deadline_s: float = 60.0) -> GpuCheck:
     """A check whose process does this."""
     program = tmp_path / "check.py"
     program.write_text(body)
-    monkeypatch.setattr("rayapp.cli.gpu_check.processes.COMMAND", (sys.executable, str(program)))
-    return Check(name="made-up", what="", function="", deadline_s=deadline_s)
+    monkeypatch.setattr("rayapp.cli.gpu_check.command.COMMAND", (sys.executable, str(program)))
+    return GpuCheck(name="made-up", what="", function="", deadline_s=deadline_s)
 
 
 def test_a_check_that_hangs_is_a_row_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body = "import signal, time\nprint('waiting for rank 1', flush=True)\ntime.sleep(1000)\n"
-    row = run_check(made_up(monkeypatch, tmp_path, body, deadline_s=1.0), context_of(tmp_path))
+    row = run_check(made_up(monkeypatch, tmp_path, body, deadline_s=4.0), context_of(tmp_path))
     assert row.outcome.level == "problem"
-    assert row.outcome.figure == "nothing within 1 s; its last line: waiting for rank 1"
+    assert row.outcome.figure == "nothing within 4 s; its last line: waiting for rank 1"
     assert "NCCL_DEBUG=INFO rayapp gpu-check --only made-up" in row.outcome.cure
 
 
@@ -100,9 +98,9 @@ def test_a_check_that_dies_is_a_row_with_its_last_words(monkeypatch: pytest.Monk
 
 
 def test_a_check_that_raises_is_a_row_with_its_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from rayapp.cli.gpu_check.processes import main
+    from rayapp.cli.gpu_check.command import main
 
-    def broken(context: CheckContext) -> Outcome:
+    def broken(context: CheckContext) -> CheckResult:
         raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(hardware, "gemm", broken)
@@ -203,8 +201,8 @@ def test_the_first_gpus_that_this_process_may_use_are_taken(monkeypatch: pytest.
 
 
 def test_the_table_and_the_report_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = Outcome(level="problem", figure="12 GB/s", cure="see the topology", details={"gb_s": 12})
-    row = Row(name="all-reduce", what="collectives", outcome=bad, seconds=3.2)
+    bad = CheckResult(level="problem", figure="12 GB/s", cure="see the topology", details={"gb_s": 12})
+    row = ResultRow(name="all-reduce", what="collectives", outcome=bad, seconds=3.2)
     rows = print_rows([row])
     assert " ".join(capsys.readouterr().out.split()) == "problem all-reduce 12 GB/s [3 s] do: see the topology"
     report = report_of(rows, context_of(tmp_path, num_gpus=2))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayapp.cli.jobs.submit import _state, plan, token_for
+from rayapp.cli.jobs import _state, plan_job, token_for
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.aio import finish_then_cancel
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_job_says_what_runs_and_with_which_config(folder: Path) -> None:
-    job = plan(folder / "run.yaml", ["train.num_steps=3", "tasks=[a b.py]"], python="python3", now=NOW)
+    job = plan_job(folder / "run.yaml", ["train.num_steps=3", "tasks=[a b.py]"], python="python3", now=NOW)
 
     assert job.submission_id == "a-20261121-080000"
     assert job.entrypoint == "python3 -m rayapp train run.yaml train.num_steps=3 'tasks=[a b.py]'"
@@ -77,7 +77,7 @@ def test_what_would_fail_over_there_is_refused_here(folder: Path, override: str,
     (folder / "models" / "tiny").mkdir(parents=True)
 
     with pytest.raises(ConfigError, match=message):
-        plan(folder / "run.yaml", [override], python="python", now=NOW)
+        plan_job(folder / "run.yaml", [override], python="python", now=NOW)
 
 
 def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytes
     monkeypatch.chdir(folder / "below")
 
     with pytest.raises(ConfigError, match="is not below"):
-        plan(folder / "run.yaml", [], python="python", now=NOW)
+        plan_job(folder / "run.yaml", [], python="python", now=NOW)
 
 
 def test_address_that_is_no_dashboard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.cli.kuberay.render import CHART, Release, merged, read_values, render
-from rayapp.cli.kuberay.rules import check_rayjob
+from rayapp.cli.kuberay.render import CHART, Release, check_rayjob, merged, read_values, render
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
@@ -373,7 +372,7 @@ def test_nothing_is_installed_when_a_pod_starts() -> None:
 
 
 def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
-    # Those of docs/decisions.md that no other test of this file is about.
+    # Mistakes that no other test of this file is about.
     for name in CONFIGS:
         for document in documents(dict(example(name))):
             assert not list(nulls(document)), "an empty `annotations:` is null, which the API server refuses"
@@ -538,3 +537,17 @@ def test_what_must_be_there_before_the_manifests_are_applied_is_said(
 
     assert run(["render-k8s", config, "--out", str(tmp_path), "--set", "run.model=Qwen"]) == 0
     assert "hub" not in capsys.readouterr().err
+
+
+def test_a_pod_without_the_memory_of_its_processes_is_refused_with_the_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ROOT / "tests" / "data" / "architectures" / "qwen2.5-3b.json"
+    command = ["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", str(tmp_path)]
+    command += ["--model-config", str(model), "--set"]
+    assert run([*command, "head.memory=64Gi"]) == 2
+    error = capsys.readouterr().err
+    assert "head.memory is 64Gi, but a pod of 8 GPUs needs 150 GiB = 69 sleeping servers' weights + 34" in error
+    assert "Set head.memory=150Gi" in error
+    assert run([*command, "head.memory=151Gi"]) == 0
+    assert run([*command, "head.cpu=64"]) == 0  # the chart's own memory

@@ -90,6 +90,46 @@ def test_errors_become_exit_codes(
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (PermissionError(13, "Permission denied", "models/m"), 2, "error: models/m: Permission denied."),
+        (FileNotFoundError(2, "No such file or directory", "/proc/x"), 2, "error: /proc/x: No such file or directory."),
+        (OSError(28, "No space left on device", "outputs"), 1, "failed: outputs: No space left on device."),
+        (OSError("Can't load 'x'\nbecause"), 1, "failed: OSError: Can't load 'x'"),
+    ],
+)
+def test_an_error_of_the_operating_system_is_one_line(
+    failing_command: list[BaseException], error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_command.append(error)
+
+    assert run(["fail"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(text)
+
+
+def test_help_shows_lists_in_examples_as_they_must_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sft", "--help"]) == 0
+    assert "warmup.files='[chats.jsonl]'" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
+    program = "import sys, types\nimport rayapp.__main__ as m\n"
+    program += "class Interrupted:\n    def find_spec(self, name, *_):\n"
+    program += "        if name.startswith('rayapp.cli'): raise KeyboardInterrupt\n"
+    program += "sys.meta_path.insert(0, Interrupted())\nm.main()"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_plug_in_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "nope"]) == 2
+    assert "no plug-in is called nope" in capsys.readouterr().err
+
+
 def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseException]) -> None:
     failing_command.append(ZeroDivisionError("a bug"))
 

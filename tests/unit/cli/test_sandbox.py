@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rayapp.cli.sandbox.command import app
+from rayapp.cli.sandbox import app
 from rayapp.core.errors import InputError, SandboxConfigError
 
 
@@ -56,7 +56,7 @@ def test_code_that_is_stopped_says_why(tmp_path: Path) -> None:
 
 def test_a_terminal_shows_control_characters_and_does_not_obey_them(tmp_path: Path) -> None:
     file = write(tmp_path, r"print('\x1b]0;owned\x07\tgr\u00fcn\r\x9b2J\u202e')")
-    program = "from rayapp.cli.sandbox.command import app; app()"
+    program = "from rayapp.cli.sandbox import app; app()"
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", 0) as terminal, os.fdopen(theirs, "wb", 0) as its_end:
         argv = [sys.executable, "-c", program, "run", file]

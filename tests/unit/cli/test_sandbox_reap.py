@@ -11,7 +11,7 @@ import pytest
 
 from rayapp.cli.main import run
 from rayapp.sandbox.leases import APP_LABEL, APP_NAME, RUN_LABEL
-from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
+from support.stubs.e2b_stub import API_KEY, E2BStub
 
 TEMPLATE = "base"
 

@@ -72,6 +72,35 @@ def test_a_function_is_tried_on_rows_with_their_own_ground_truth(
     assert found[0]["terms"]["length"] == 4.0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "code", "reward"),
+    [("2 + 2?", 1, 0.0), ("2 + 2? End with #### and the number.", 0, 1.0)],
+)
+def test_rows_whose_right_answer_earns_nothing_fail(
+    desk: Path, prompt: str, code: int, reward: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "mine.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 4}))
+    assert run(["data", "rows", "mine.jsonl", "--out", "rows", "--data-source", "openai/gsm8k"]) == 0
+    capsys.readouterr()
+
+    assert run(["try", "reward", "openai/gsm8k", "--data", "rows/train.parquet"]) == code
+    said = capsys.readouterr()
+
+    assert json.loads(said.out.splitlines()[0])["reward"] == reward
+    assert ("reads answers like '#### 4', and the prompt doesn't ask for that" in said.err) == bool(code)
+
+
+def test_a_function_that_gives_its_own_ground_truth_nothing_fails(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "strict.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    )
+
+    assert run(["try", "reward", "strict.py:f", "--data", "rows.parquet"]) == 1
+    assert "row 0: the ground truth 'four' earns 0, no more than nothing" in capsys.readouterr().err
+
+
 def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

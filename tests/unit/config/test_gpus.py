@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.setup.placement import resources_of
+from actors.placement import resources_of
 from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of
 
 
@@ -67,3 +67,23 @@ def test_an_evaluation_has_no_learners_and_a_replay_no_servers(run: Config) -> N
 )
 def test_the_sum_is_shown_with_its_parts(run: Config, processes: dict[str, bool], words: str) -> None:
     assert gpu_arithmetic(bundles_of(run, **processes)) == words
+
+
+def test_one_gpu_for_a_server_and_a_learner_is_shared_by_taking_turns() -> None:
+    with pytest.raises(ValueError, match=r"1 servers x TP 1 \+ 1 learners = 2, .*: cluster.placement=colocated"):
+        Config.model_validate({"cluster": {"num_gpus": 1}})
+    with pytest.raises(ValueError, match=r"Lower server\.num_servers"):
+        Config.model_validate({"cluster": {"num_gpus": 1}, "train": {"max_staleness": 1}})
+
+
+def test_a_group_has_as_long_as_its_completions_need() -> None:
+    def deadline_s(tokens: int, **rollout: float) -> float:
+        sections = {
+            "learner": {"max_tokens_per_microbatch": 16384},
+            "rollout": {"group_size": 16, "max_completion_tokens": tokens, **rollout},
+        }
+        return Config.model_validate(sections | {"train": {"groups_per_step": 32}}).group_deadline_s
+
+    assert deadline_s(100) == 300.0
+    assert deadline_s(8192) == 0.25 * 8192 * 32 * 16 / 64  # one server, which decodes 64 at once
+    assert deadline_s(8192, group_deadline_s=77.0) == 77.0

@@ -81,7 +81,9 @@ def test_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_resolved_yaml_loads_to_the_same_config(tmp_path: Path) -> None:
-    config = load_config(None, ["rollout.group_size=8", "algorithm.policy_loss_options={clip_cov_ratio: 0.1}"])
+    config = load_config(
+        None, ["algorithm.policy_loss=clip_cov", "algorithm.policy_loss_options={clip_cov_ratio: 0.1}"]
+    )
 
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
@@ -134,6 +136,8 @@ def test_every_key_is_nearest_to_itself() -> None:
         ("learner.share_prefixes=maybe", "learner.share_prefixes = 'maybe': must be true or false"),
         ("algorithm.loss_agg_mode=mean", "= 'mean': must be one of token-mean, token-sum"),
         ("run.name=a/b", "run.name = 'a/b': must be text, of the form ^[A-Za-z0-9]"),
+        ("tasks=x.yaml", "tasks = 'x.yaml': must be a list, e.g. tasks=[x.yaml]"),
+        ("learner.max_tokens_per_microbatch=3", "must be an integer, at least 16 or auto"),
         ("cluster.num_gpus=-1", "cluster.num_gpus = -1: must be an integer, at least 0"),
         ("rollout=3", "rollout = 3: must be a section with group_size, max_prompt_tokens"),
         ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas"),

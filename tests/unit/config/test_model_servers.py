@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.setup.placement import resources_of
+from actors.placement import resources_of
 from rayapp.config.config import Config, asked_servers, bundles_of, gpu_arithmetic, with_addresses
 
 RUBRIC = [{"name": "clear", "text": "It is clear."}]
@@ -45,7 +45,7 @@ def test_who_asks_gets_the_addresses_of_servers_that_are_up() -> None:
 
 
 def test_a_judge_that_no_source_names_needs_no_server() -> None:
-    with pytest.raises(ValidationError, match=r"model_servers \(critic\): nobody would ask it"):
+    with pytest.raises(ValidationError, match=r"model_servers \(critic\): nothing uses it"):
         config(reward={})
 
 

@@ -106,8 +106,8 @@ def test_tasks_beside_data_files_are_shown_how_to_be_mixed() -> None:
 
 
 def test_a_punishment_of_length_leaves_the_shortest_source_room(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"buffer_tokens is 96, but rollout\.max_completion_tokens is 96"):
-        load_config(write(tmp_path, CODE, ROWS, algorithm={"overlong": {"buffer_tokens": 96}}))
+    with pytest.raises(ConfigError, match=r"buffer_tokens is 97, but rollout\.max_completion_tokens is 96"):
+        load_config(write(tmp_path, CODE, ROWS, algorithm={"overlong": {"buffer_tokens": 97}}))
 
 
 def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_ratios(tmp_path: Path) -> None:

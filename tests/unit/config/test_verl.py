@@ -86,6 +86,7 @@ actor_rollout_ref.actor.checkpoint.save_contents='["hf_model", "model"]'
 trainer.total_epochs=1
 """
 
+ACC = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc"
 TEACHER = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=models/teacher"
 
 
@@ -181,14 +182,15 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     ("override", "reason"),
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
-        ("algorithm.use_kl_in_reward=True", "term of the loss"),
+        ("algorithm.use_kl_in_reward=True", "the KL is a term of the loss"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
         ("trainer.n_gpus_per_node=3", "can't be split"),
         ("algorithm.adv_estimator=gae", "critic"),
-        ("actor_rollout_ref.rollout.n=1", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.n=1", r"Set actor_rollout_ref\.rollout\.n=8"),
         ("~data.seed", "key=value"),
-        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", "compared by their rewards"),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=len", "compared by their rewards"),
+        (f"{ACC} reward_model.overlong_buffer.enable=True", "overlong_buffer.enable makes them differ from acc"),
         ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
         ("reward.reward_kwargs.temper=3", "no reward here takes it"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
@@ -203,6 +205,16 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*known here are: k1 with"),
         (f"{TEACHER} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "known here are: bfloat16"),
+        ("actor_rollout_ref.actor.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
+        ("actor_rollout_ref.actor.fsdp_config.full_determinism=True", "runs on GPUs don't repeat"),
+        ("actor_rollout_ref.rollout.full_determinism=True", "rayapp.cluster.device=cpu"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "without Megatron"),
+        ("data.train_batch_size=0", "at least 1"),
+        ("trainer.nnodes=0", "at least 1"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "at least 1"),
+        ("data.train_files=null", "data.train_files is not set"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "Give the upper bound alone"),
@@ -287,11 +299,25 @@ def test_dapo_comes_over(seed_yaml: Path) -> None:
     assert config.algorithm.clip_ratio_high == 0.28
 
 
+def test_groups_compared_by_accuracy_are_compared_by_rewards_that_are_right_or_wrong(seed_yaml: Path) -> None:
+    assert imported(seed_yaml, *ACC.split()).config.algorithm.dynamic_sampling.enabled
+
+
+@pytest.mark.parametrize(("fsdp_size", "replicas"), [("-1", 1), ("8", 1), ("16", 1), ("2", 4)])
+def test_a_copy_of_the_model_for_every_fsdp_size_learners(seed_yaml: Path, fsdp_size: str, replicas: int) -> None:
+    found = imported(seed_yaml, f"actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size}")
+    assert found.config.learner.replicas == replicas
+
+
 def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> None:
     loss = "actor_rollout_ref.actor.policy_loss"
     config = imported(seed_yaml, f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_lb=0.5").config
 
     assert (config.algorithm.policy_loss, config.algorithm.policy_loss_options) == ("clip_cov", {"clip_cov_lb": 0.5})
+    dumped = imported(
+        seed_yaml, f"{loss}.loss_mode=sapo", f"{loss}.clip_cov_lb=0.5", "actor_rollout_ref.actor.tau_pos=2.0"
+    ).config
+    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump of verl's has those of all losses
 
 
 def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
@@ -338,6 +364,41 @@ def test_router_replay_comes_over(seed_yaml: Path) -> None:
 
 def test_a_key_of_ours_can_be_set_beside_verls(seed_yaml: Path) -> None:
     assert imported(seed_yaml, "rayapp.run.seed=7").config.run.seed == 7
+
+
+SCRIPT = """
+algorithm.adv_estimator=grpo data.train_files=/data/train.parquet actor_rollout_ref.rollout.n=8
+trainer.total_training_steps=10
+"""
+
+
+def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "import-verl", *shlex.split(SCRIPT)]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+
+    assert config["data"]["train_files"] == ["/data/train.parquet"]
+    assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
+    assert run(["train", "--verl", "algorithm.adv_estimator=grpo"]) == 2
+    assert "data.train_files is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"])
+def test_sequences_longer_than_a_micro_batch_are_shared_by_learners_as_in_verl(key: str) -> None:
+    long = ["data.max_response_length=32768", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000"
+
+    learner = import_verl(
+        None, [*shlex.split(SCRIPT), *long, budget, f"actor_rollout_ref.actor.{key}=4"]
+    ).config.learner
+
+    assert (learner.sequence_parallel, learner.max_tokens_per_microbatch) == (4, 9000)
+
+
+def test_a_run_on_cpu_may_ask_to_repeat() -> None:
+    cpu = ["rayapp.cluster.device=cpu", "trainer.n_gpus_per_node=1"]
+    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+
+    import_verl(None, [*shlex.split(SCRIPT), *cpu, tp, "actor_rollout_ref.rollout.full_determinism=True"])
 
 
 def test_the_command_prints_a_config_and_fails_on_unknown_keys(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.core.imports import large_imports
+from rayapp.core.names import large_imports
 
 
 def test_a_large_import_goes_without_the_collector_and_what_nothing_uses_and_leaves_all_as_it_was() -> None:
@@ -31,7 +31,7 @@ def test_a_large_import_goes_without_the_collector_and_what_nothing_uses_and_lea
 
 def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a_use_for_them() -> None:
     # What the driver spawns included: Ray needs the class.
-    spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_reaper"
+    spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_pool"
     program = f"import sys, rayapp.driver.loop, {spawned}; print({{'mcp', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "set()\n", done.stderr

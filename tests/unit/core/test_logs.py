@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.spawn import ROLES, _load
-from rayapp.core.logs import JsonLines, Labels, about, hand_over, label_logs, start_logs
+from rayapp.core.logs import JsonLines, Labels, about, hand_over, label_logs, start_logs, tracebacks_in
 from rayapp.runs.tracking.console import LogConsole
 
 STEP = {"reward/mean": 0.5, "learner/entropy": float("nan"), "timing_s/step": 2.0}
@@ -145,3 +147,26 @@ def test_labels_are_put_on_once_and_follow_the_last_run() -> None:
 def test_every_actor_says_what_it_is_in_log_prefixes(role: str) -> None:
     kinds = _load(ROLES[role].class_path).__mro__[:-1]
     assert any("__repr__" in vars(kind) for kind in kinds)
+
+
+async def test_errors_of_calls_that_nobody_waits_for_are_in_a_file_that_one_line_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, notes = tmp_path / "faults.log", list[str]()
+
+    async def fail() -> None:
+        raise ValueError("\x1b[36mray::VllmServer\x1b[39m is gone")
+
+    with tracebacks_in(file, notes.append):
+        assert not file.exists()
+        for _ in range(2):
+            task = asyncio.create_task(fail())
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+        logging.getLogger("asyncio").warning("slow")
+
+    assert [record.getMessage() for record in caplog.records] == ["slow"]
+    assert notes == [f"tracebacks of what was lost are in {file}"]
+    assert file.read_text().count("Task exception was never retrieved") == 2
+    assert "is gone" in file.read_text()

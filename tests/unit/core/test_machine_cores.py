@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from rayapp.config.config import Config
-from rayapp.core.machine import share_of_cores
+from rayapp.core import machine
+from rayapp.core.machine import num_cores, share_of_cores
 
 
-@pytest.mark.parametrize(("max_staleness", "kinds_at_once"), [(0, 1), (1, 2)])
-def test_cores_are_divided_among_all_that_compute_at_the_same_time(max_staleness: int, kinds_at_once: int) -> None:
-    config = Config.model_validate({"model": {"path": "m"}, "tasks": ["t"], "train": {"max_staleness": max_staleness}})
-    cores = len(os.sched_getaffinity(0))
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine of 64 cores without a quota; returns the folder of its cgroups."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
+    return tmp_path
 
-    assert share_of_cores(1, is_synchronous=config.train.max_staleness == 0) == max(1, cores // kinds_at_once)
-    assert share_of_cores(2, is_synchronous=config.train.max_staleness == 0) == max(1, cores // kinds_at_once // 2)
-    assert share_of_cores(100 * cores, is_synchronous=config.train.max_staleness == 0) == 1
+
+@pytest.mark.parametrize(("is_synchronous", "kinds_at_once"), [(True, 1), (False, 2)])
+def test_cores_are_divided_among_all_that_compute_at_the_same_time(is_synchronous: bool, kinds_at_once: int) -> None:
+    cores = num_cores()
+
+    assert share_of_cores(1, is_synchronous=is_synchronous) == max(1, cores // kinds_at_once)
+    assert share_of_cores(2, is_synchronous=is_synchronous) == max(1, cores // kinds_at_once // 2)
+    assert share_of_cores(100 * cores, is_synchronous=is_synchronous) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("", {}, 64),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/kubepods/pod1\n", {"kubepods/cpu.max": "800000 100000", "kubepods/pod1/cpu.max": "max 100000"}, 8),
+        ("0::/of/the/host\n", {"cpu.max": "200000 100000"}, 2),
+        ("4:cpu,cpuacct:/docker/x\n", {f"cpu,cpuacct/cpu.cfs_{name}_us": "400000" for name in ("quota",)}
+         | {"cpu,cpuacct/cpu.cfs_period_us": "100000"}, 4),
+        ("4:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("3:memory:/\n", {"memory/cpu.max": "100000 100000"}, 64),
+    ],
+)  # fmt: skip
+def test_a_container_s_quota_counts_and_not_the_host_s_cores(
+    many_cores: Path, own: str, files: dict[str, str], cores: int
+) -> None:
+    (many_cores / "own").write_text(own)
+    for name, text in files.items():
+        (many_cores / name).parent.mkdir(parents=True, exist_ok=True)
+        (many_cores / name).write_text(text)
+
+    assert num_cores() == cores
+
+
+@pytest.mark.parametrize(("weights_mib", "threads"), [(0, 4), (100, 4), (270, 8), (1000, 31), (5000, 64)])
+def test_a_small_model_gets_no_more_threads_than_it_has_work_for(
+    many_cores: Path, tmp_path: Path, weights_mib: int, threads: int
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(weights_mib << 20)
+
+    assert share_of_cores(1, is_synchronous=True, model=str(model)) == threads
+    assert share_of_cores(32, is_synchronous=True, model=str(model)) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayapp.core.errors import StalledError
-from rayapp.core.timing.stall_detection import InHand
+from rayapp.core.timing import InHand
 
 
 class Clock:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from rayapp.cli.doctor import Finding, doctor_command
-from rayapp.cli.jobs.command import _write
+from rayapp.cli.jobs import _write
 from rayapp.cli.main import app, run
 from rayapp.core.errors import InputError, LearnerError
-from rayapp.core.logs import label_logs
-from rayapp.core.terminal import make_logs_visible, visible
+from rayapp.core.logs import label_logs, make_logs_visible, visible
 from rayapp.runs.tracking.console import LineConsole
 from rayapp.runs.tracking.trackers import RunTracker
 

@@ -154,11 +154,11 @@ ELSEWHERE = (
     How(begins="python -m pytest", why_not="runs tests"),
     How(begins="python -m scripts.check_wheel", test="tests/unit/test_wheel.py"),
     How(begins="python -m scripts.config_docs", test="tests/unit/docs/test_configure.py"),
+    How(begins="python -m scripts.like_docker", why_not="needs root, and changes what this process may do"),
     How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),
     How(begins="python -m scripts.problems", test="tests/unit/tasks/test_data_problems.py"),
     How(begins="python -m scripts.monitoring.write", test="tests/unit/runs/test_monitoring.py"),
     How(begins="python -m rayapp train", test="tests/cluster/test_jobs.py"),
-    How(begins="python program.py", why_not="says what a measurement compares with"),
     How(begins="python -c pass", why_not="says what a measurement compares with"),
 )
 
@@ -177,7 +177,7 @@ COMMANDS = documented()
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like the checkout, where commands may write: the run `outputs/coding_cpu` is in it."""
-    from rayapp.testing.synthetic_run import write_run
+    from support.synthetic_run import write_run
 
     for name in ("configs", "rayapp"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -188,7 +188,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 HERE: dict[str, Callable[[Path], bool]] = {
     "rayapp config show configs/coding_cpu.yaml": lambda desk: True,
-    "rayapp config show configs/coding_cpu.yaml rollout.group_size=8": lambda desk: True,
+    "rayapp config show configs/coding_warmup_cpu.yaml rollout.group_size=8": lambda desk: True,
     "rayapp report outputs/coding_cpu": lambda desk: any((desk / "outputs/coding_cpu/report").glob("*.html")),
     "rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k": (
         lambda desk: (desk / "data/gsm8k/train.parquet").is_file()

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from rayapp.config.config import Config
+from rayapp.tasks.banned import screen
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.screening import screen
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -123,6 +123,31 @@ def test_every_guide_is_on_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
 
     assert {path.name for path in DOCS.glob("*.md")} == set(re.findall(r"[\w-]+\.md", site.split("nav:", 1)[1]))
+
+
+def test_the_landing_page_leads_to_every_guide() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
+
+    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_no_link_is_dead_and_none_leads_off_the_site(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert page.parent == ROOT or file.is_relative_to(DOCS), f"{page.name}: {target} is not on the site"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {name or page.name} has no heading #{anchor}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site and GitHub make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 def test_the_reference_names_what_is_there() -> None:

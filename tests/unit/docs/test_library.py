@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.testing.synthetic_run import write_run
+from support.synthetic_run import write_run
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -25,7 +25,8 @@ def desk(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A folder like the checkout, with a model and a run in it."""
     (tmp_path / "models").mkdir()
     (tmp_path / MODEL).symlink_to(tiny_model)
-    write_run(tmp_path / "outputs" / "coding_cpu", num_trajectories=32, per_step=16)
+    for name in ("coding_cpu", "coding_warmup_cpu"):
+        write_run(tmp_path / "outputs" / name, num_trajectories=32, per_step=16)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from rayapp.config.algorithm import DynamicSamplingSection
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, TrainingAbortedError
-from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
-from rayapp.driver.dynamic_sampling import DynamicSampling, has_signal
-from rayapp.driver.failures import FailureBudget
-from rayapp.driver.phases import Phases
-from rayapp.driver.step import train_step
+from rayapp.core.timing import Phases
+from rayapp.core.trajectories import summarize_group
+from rayapp.core.types import Fork, Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.driver.group_rules import DynamicSampling, FailureBudget, has_signal
+from rayapp.driver.loop import train_step
 from rayapp.driver.store import StoredGroup, TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
 from rayapp.learner.step_plan import loss_scale, make_table
-from rayapp.rollout.overlong_penalty import overlong_penalty, shape_group
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.tasks.verdict import overlong_penalty, shape_group
 
 
 def trajectory(num_tokens: int, reward: Reward, *, truncated: bool = False) -> Trajectory:
@@ -121,7 +121,9 @@ async def test_failures_in_groups_that_are_dropped_count_and_stop_the_run() -> N
     failing = replace(
         summary_of(1, [1.0, 1.0, 0.0, 0.0], [True, True, False, False]), failure_kinds=("", "", "engine", "engine")
     )
+    # Two: a single group never ends a run.
     assert sampling.refuses(failing, 0)
+    assert sampling.refuses(replace(failing, group_id=3), 0)
     trained = replace(summary_of(2, [0.0, 1.0]), failure_kinds=("", ""))
     nothing: Any = SimpleNamespace(phase=print)
 
@@ -130,7 +132,7 @@ async def test_failures_in_groups_that_are_dropped_count_and_stop_the_run() -> N
 
     watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
     run: Any = SimpleNamespace(failures=FailureBudget(0.3), sampling=sampling, watchdog=watchdog, tracker=nothing)
-    with pytest.raises(TrainingAbortedError, match=r"33% of the trajectories .*engine: 2"):
+    with pytest.raises(TrainingAbortedError, match=r"40% of the trajectories .*engine: 4"):
         await train_step(run, 1, [StoredGroup(summary=trained, ref=object())], Phases())
     assert sampling.take_dropped() == []  # counted once
 
@@ -176,12 +178,32 @@ def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
         {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
     )
     played = trajectory(110, Reward(value=1.0))
-    mostly_read = replace(played, response_mask=np.arange(111) > 100)
+    mostly_read = replace(played, response_mask=np.isin(np.arange(111), [1, *range(100, 111)]))
     group = group_of(played, mostly_read)
 
     shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), config)
 
     assert [t.reward.value for t in shaped.trajectories] == [0.5, 0.5]
+
+
+def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_a_conversation() -> None:
+    config = Config.model_validate(
+        {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
+    )
+    played = replace(trajectory(1000, Reward(value=1.0)), response_mask=np.arange(1001) >= 900)
+    # Two conversations of 900 tokens that are read and 50 that are sampled each: the second begins anew.
+    forked = replace(
+        trajectory(1899, Reward(value=1.0)),
+        response_mask=np.arange(1900) % 950 >= 900,
+        forks=(Fork(start=950, after=-1),),
+    )
+    prompt = Prompt(task="t", text="", token_ids=np.empty(0, np.int32))
+    group = replace(group_of(played, forked), prompt=prompt)
+
+    shaped, summary = shape_group(group, summarize_group(group, time_total_s=0.0), config)
+
+    assert [t.reward.terms["overlong_penalty"] for t in shaped.trajectories] == [pytest.approx(-0.05), 0.0]
+    assert summarize_step([summary], version=0)["length/prompt/mean"] == 900.0
 
 
 def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> None:
@@ -194,10 +216,10 @@ def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> Non
     assert table.loss_rows.tolist() == [0, 1]
 
 
-def test_a_buffer_as_long_as_the_limit_is_refused() -> None:
-    with pytest.raises((ConfigError, ValueError), match="every completion would be punished"):
+def test_a_buffer_longer_than_the_limit_is_refused() -> None:
+    with pytest.raises((ConfigError, ValueError), match="would begin before the first token"):
         Config.model_validate(
-            {"rollout": {"max_completion_tokens": 64}, "algorithm": {"overlong": {"buffer_tokens": 64}}}
+            {"rollout": {"max_completion_tokens": 64}, "algorithm": {"overlong": {"buffer_tokens": 65}}}
         )
 
 

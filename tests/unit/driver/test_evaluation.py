@@ -14,22 +14,22 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
-from rayapp.core.summaries import summarize_group
+from rayapp.core.timing import Phases
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt
 from rayapp.driver.evaluation import evaluation_folder, validate
-from rayapp.driver.lost_groups import MAX_ISSUES
-from rayapp.driver.phases import Phases
+from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.routing import Router
-from rayapp.driver.run import Run
+from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.runs.trajectories import read_groups
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 NUM_PROMPTS = 3
 SOURCES = [
@@ -82,7 +82,7 @@ async def fetched(groups: Sequence[StoredGroup[Group]]) -> list[Group]:
     return [group.ref for group in groups]
 
 
-def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None = None, **sections: Any) -> Run:
+def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None = None, **sections: Any) -> Training:
     config = Config.model_validate(
         {
             "eval": {"every_steps": 1, "samples_per_task": 2},

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from rayapp.core.errors import TrainingAbortedError
+from rayapp.core.timing import Phases
 from rayapp.core.types import GroupSummary
-from rayapp.driver.failures import FailureBudget
-from rayapp.driver.phases import Phases
-from rayapp.testing.summaries import summary_of
+from rayapp.driver.group_rules import FailureBudget
+from support.summaries import summary_of
 
 FOUR = summary_of([0.0] * 4)
 
@@ -32,6 +32,14 @@ def test_past_the_ratio_the_run_stops_and_says_what_failed_and_how_often() -> No
     with pytest.raises(TrainingAbortedError, match=re.escape("75% of the trajectories")) as error:
         budget.record([failing("sandbox_gone", "sandbox_gone", "deadline")])
     assert "sandbox_gone: 2, deadline: 1" in str(error.value)
+
+
+def test_one_group_never_ends_a_run_that_has_others() -> None:
+    budget = FailureBudget(max_ratio=0.3)
+    whole = failing("agent", "agent", "agent", "agent")
+    budget.record([whole, FOUR])
+    with pytest.raises(TrainingAbortedError, match=re.escape("50% of the trajectories")):
+        budget.record([whole, FOUR])
 
 
 def test_steps_older_than_ten_are_forgotten() -> None:

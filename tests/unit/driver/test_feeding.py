@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.core.summaries import summarize_group
+from rayapp.core.errors import ConfigError, InputError, RayappError, TrainingAbortedError
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt
 from rayapp.driver.feeding import feeding
+from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.routing import Router
-from rayapp.driver.run import Run
+from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 NUM_GROUPS = 5
 
@@ -37,9 +39,12 @@ class Worker:
 
     def __init__(self) -> None:
         self.cohorts: list[Cohort | None] = []
+        self.fails_with: dict[int, Exception] = {}
         self.most = self._now = 0
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, object]:
+        if request.group_id in self.fails_with:
+            raise self.fails_with[request.group_id]
         self.cohorts.append(request.cohort)
         self._now += 1
         self.most = max(self.most, self._now)
@@ -53,7 +58,7 @@ async def no_stacks() -> str:
     return ""
 
 
-def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Run:
+def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     cluster: Any = SimpleNamespace(
         config=config, is_synchronous=max_staleness == 0, rollout_worker=lambda group_id: worker, router=Router(1)
     )
@@ -61,8 +66,11 @@ def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Run:
         groups_per_step=NUM_GROUPS, max_staleness=max_staleness, version=0, num_groups=NUM_GROUPS
     )
     watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
-    parts = SimpleNamespace(cluster=cluster, store=store, watchdog=watchdog, curriculum=None)
-    return cast("Run", parts)
+    parts = SimpleNamespace(
+        cluster=cluster, store=store, watchdog=watchdog, curriculum=None, failures=FailureBudget(0.3),
+        tracker=SimpleNamespace(note=print),
+    )  # fmt: skip
+    return cast("Training", parts)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +95,36 @@ async def test_groups_that_the_workers_cannot_hold_wait_in_the_driver(
     assert [group.summary.group_id for group in groups] == list(range(NUM_GROUPS))
     assert worker.most == 2
     assert worker.cohorts == cohorts
+
+
+CONFIG = Config.model_validate({"model": {"path": "m"}, "tasks": ["t"], "rollout": {"group_size": 4}})
+
+
+@pytest.mark.parametrize("error", [RayappError("run_group failed: ValueError: bad row"), InputError("no such image")])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_group_that_fails_as_a_whole_costs_itself_and_the_next_prompt_takes_its_place(
+    error: RayappError, max_staleness: int
+) -> None:
+    worker = Worker()
+    worker.fails_with = {2: error}
+    run = run_of(worker, CONFIG, max_staleness=max_staleness)
+
+    async with asyncio.timeout(60), feeding(run):
+        groups = await run.store.take(NUM_GROUPS)
+
+    assert {group.summary.group_id for group in groups} == {0, 1, 3, 4, 5}
+    assert run.store.dropped_for == {"group_failed": 1}
+    run.failures.record(group.summary for group in groups)
+    assert run.failures.ratio > 0.0
+
+
+async def test_groups_that_all_fail_end_the_run_and_a_configuration_without_a_way_does_so_at_once() -> None:
+    worker = Worker()
+    worker.fails_with = {group_id: RayappError("no luck") for group_id in range(100)}
+    with pytest.raises(TrainingAbortedError, match=r"11 groups failed since the last step.*no luck"):
+        async with asyncio.timeout(60), feeding(run_of(worker, CONFIG, max_staleness=0)) as _:
+            await asyncio.sleep(60)
+    worker.fails_with = {0: ConfigError("no isolation")}
+    with pytest.raises(ConfigError, match="no isolation"):
+        async with asyncio.timeout(60), feeding(run_of(worker, CONFIG, max_staleness=0)):
+            await asyncio.sleep(60)

@@ -8,14 +8,7 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.driver.offline.replay import (
-    Difference,
-    apart_from,
-    differences,
-    recorded_metrics,
-    report_lines,
-    trajectory_files,
-)
+from rayapp.driver.replay import Difference, apart_from, differences, recorded_metrics, report_lines, trajectory_files
 
 
 def recorded(folder: Path, *steps: int) -> Path:

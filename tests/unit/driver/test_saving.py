@@ -182,6 +182,14 @@ async def test_a_resume_says_from_which_step_it_goes_on_and_which_checkpoint_it_
     assert ("not finite in lm_head; step=000004 is used instead" in caplog.text) == bool(refused)
 
 
+async def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_anew(folder: RunFolder) -> None:
+    (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    notes: list[str] = []
+    for _ in range(2):  # the second has nothing to cut
+        assert (await restore(Restored(set()), folder, note=notes.append))[0] == 0  # type: ignore[arg-type]
+    assert notes == ["there is no checkpoint yet: the run begins anew, and its 2 recorded steps are cut"]
+
+
 async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
     with pytest.raises(RuntimeError, match="lost"):
         saver = CheckpointSaver(Learners(), folder, asynchronous=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError
-from rayapp.driver.offline.sft import after_warmup, rows_of_step, run_sft, sft_config
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.driver.sft import after_warmup, rows_of_step, run_sft, sft_config, warm_up
 
 
 @given(num_rows=st.integers(1, 40), rows_per_step=st.integers(1, 16), seed=st.integers(0, 9))
@@ -52,6 +53,17 @@ def test_without_a_warmup_the_training_starts_from_the_model() -> None:
     assert after_warmup(none) == none
     with pytest.raises(ConfigError, match=r"warmup.num_steps is 0"):
         run_sft(none)
+
+
+def test_rows_that_are_refused_leave_no_run_behind(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"neither": 1}\n')
+    model, files = {"path": str(tiny_model)}, [str(tmp_path / "rows.jsonl")]
+    run = {"name": "mine", "output_dir": str(tmp_path / "outputs")}
+
+    with pytest.raises(InputError, match=r"rows\.jsonl"):
+        warm_up(config(run=run, model=model, warmup={"num_steps": 1, "files": files}))
+
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
 from rayapp.driver.store import TrajectoryStore
-from rayapp.testing.summaries import summary_of
+from support.summaries import summary_of
 
 NUM_STEPS = 6
 

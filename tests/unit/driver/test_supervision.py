@@ -17,16 +17,17 @@ from rayapp.core.errors import (
     ProcessUnavailableError,
     RayappError,
     RestartsUsedUpError,
+    WeightSyncError,
 )
 from rayapp.driver.cluster import Cluster
 from rayapp.driver.supervision import Supervisor
 
-RECOVERY = RecoverySection(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0)
-PATIENT = RecoverySection(max_restarts=2, ping_every_s=60.0, ping_timeout_s=1.0)
+RECOVERY = RecoverySection(max_restarts=2, ping_every_s=0.001, ping_timeout_s=30.0)
+PATIENT = RecoverySection(max_restarts=2, ping_every_s=60.0, ping_timeout_s=30.0)
 
 
 def supervising(*members: Any, recovery: RecoverySection = RECOVERY, **options: Any) -> Supervisor:
-    return Supervisor(members, recovery, **{"revive_timeout_s": 1.0, **options})
+    return Supervisor(members, recovery, **{"revive_timeout_s": 30.0, **options})
 
 
 class Process:
@@ -257,12 +258,32 @@ async def test_a_server_is_not_started_before_there_is_room_and_the_wait_is_not_
         asked.append(name)
         await has_room.wait()
 
-    async with supervising(process, revive_timeout_s=0.3, may_start=may_start).watching():
+    async with supervising(process, revive_timeout_s=2.0, may_start=may_start).watching():
         process.die()
         await eventually(lambda: asked == ["vllm-server-0"])
-        late = asyncio.get_running_loop().time() + 0.3
+        late = asyncio.get_running_loop().time() + 2.0
         await eventually(lambda: asyncio.get_running_loop().time() > late)
         assert process.log == []
         has_room.set()
         await eventually(lambda: process.log == ["revived 2"])
     assert asked == ["vllm-server-0"]
+
+
+async def test_servers_that_half_took_the_weights_are_all_started_at_once() -> None:
+    servers = [Process(f"vllm-server-{index}") for index in range(3)]
+    together = asyncio.Barrier(len(servers))
+
+    async def revive(server: Process) -> None:
+        await together.wait()
+        server.state = "up"
+
+    for server in servers:
+        server.revive = partial(revive, server)  # type: ignore[method-assign]
+
+    supervisor = supervising(*servers, recovery=PATIENT, revive_timeout_s=60.0)
+    async with supervisor.watching():
+        cluster = cast(Cluster, SimpleNamespace(supervisor=supervisor))
+        failed: dict[str, RayappError] = {server.name: WeightSyncError("it broke off") for server in servers}
+        async with asyncio.timeout(30.0):  # one after the other none would get up
+            await Cluster._replace(cluster, failed)
+    assert supervisor.restarts.total() == 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.setup.stacks import stacks_of
+from actors.starting import stacks_of
 from rayapp.config.config import Config
 from rayapp.core.aio import let_process_live
 from rayapp.core.errors import StalledError, first_error

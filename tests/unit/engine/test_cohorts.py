@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rayapp.core.errors import EngineDeadError
-from rayapp.core.types import SamplingParams
-from rayapp.engine.cohorts import Cohorts, Request
+from rayapp.core.types import RequestId, SamplingParams
+from rayapp.engine.admission import Cohorts, Request
 
 LONG_S = 600.0
 
@@ -17,7 +17,7 @@ class Engine:
     """Starts what it is given, once `may_start` is set, and gives each request its own id back."""
 
     def __init__(self) -> None:
-        self.started: list[list[str]] = []
+        self.started: list[list[RequestId]] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
 
@@ -30,11 +30,11 @@ class Engine:
 
 
 def request(trajectory: int) -> Request:
-    return Request(f"group=1/trajectory={trajectory}", [1], SamplingParams(max_tokens=1))
+    return Request(RequestId("group", 1, trajectory), [1], SamplingParams(max_tokens=1))
 
 
-def ids(*trajectories: int) -> list[str]:
-    return [f"group=1/trajectory={trajectory}" for trajectory in trajectories]
+def ids(*trajectories: int) -> list[RequestId]:
+    return [RequestId("group", 1, trajectory) for trajectory in trajectories]
 
 
 async def test_a_cohort_starts_when_its_last_request_is_there_in_the_order_of_ids() -> None:
@@ -102,7 +102,7 @@ async def test_one_that_is_cancelled_takes_nobody_along(is_starting: bool) -> No
         await asyncio.sleep(0)
     engine.may_start.set()
 
-    assert await second == "group=1/trajectory=1"
+    assert await second == RequestId("group", 1, 1)
     assert engine.started == [ids(1) if is_starting else ids(1, 2)]
     if not is_starting:
-        assert await third == "group=1/trajectory=2"
+        assert await third == RequestId("group", 1, 2)

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.engine.concurrency import ConcurrencyLimit, Gate
+from rayapp.engine.admission import ConcurrencyLimit, Gate, limit_of
 
 
 class Engine:
@@ -49,6 +49,13 @@ def drive(limit: ConcurrencyLimit, engine: Engine, num_steps: int) -> list[int]:
             limit.ended(is_wanted=True)
         found.append(len(engine.running))
     return found
+
+
+def test_on_a_gpu_all_sequences_start_at_once_and_preemption_is_left_to_the_engine() -> None:
+    limit = limit_of(256, on_gpu=True)
+    drive(limit, Engine(capacity=50), 100)
+    assert (limit.limit, limit.num_back_offs) == (256, 0)
+    assert limit_of(256, on_gpu=False).limit == 16
 
 
 def test_with_room_the_limit_grows_to_the_ceiling() -> None:

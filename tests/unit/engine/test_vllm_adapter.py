@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.engine.vllm_adapter import adapter_args, check_places, is_adapter
+from rayapp.engine.vllm_arguments import adapter_args, check_places, is_adapter
 
 PACKED = {"model.layers.0.self_attn.qkv_proj": ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]}
 MODULES = {"model.layers.0.self_attn.qkv_proj": None, "model.layers.0.mlp.down_proj": None}
@@ -23,7 +23,7 @@ def test_vllm_gets_the_smallest_buffers_that_hold_the_rank(rank: int, buffers: i
 def test_the_ranks_are_those_that_vllm_takes() -> None:
     from typing import get_args
 
-    from rayapp.engine.vllm_adapter import RANKS
+    from rayapp.engine.vllm_arguments import RANKS
 
     config = pytest.importorskip("vllm.config.lora")
     assert set(RANKS) < set(get_args(config.MaxLoRARanks))

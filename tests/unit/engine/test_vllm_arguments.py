@@ -30,6 +30,18 @@ def test_on_a_gpu_its_share_of_the_memory_decides(monkeypatch: pytest.MonkeyPatc
     assert cache_bytes(monkeypatch, has_gpu=True) is None
 
 
+def test_a_gpu_compiles_and_takes_long_prompts_in_larger_parts_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*, has_gpu: bool, **server: Any) -> tuple[bool, int | None]:
+        monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: has_gpu)
+        monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
+        args = vllm_args(Config.model_validate({"server": server}))
+        return args["enforce_eager"], args["max_num_batched_tokens"]
+
+    assert found(has_gpu=True) == (False, 8192)
+    assert found(has_gpu=False) == (True, None)
+    assert found(has_gpu=True, enforce_eager=True, max_num_batched_tokens=4096) == (True, 4096)
+
+
 def test_what_somebody_left_in_the_environment_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "1")  # so that what is set here is put back

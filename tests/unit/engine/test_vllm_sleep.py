@@ -11,12 +11,13 @@ import pytest
 
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.timing.stall_detection import InHand
+from rayapp.core.errors import WeightSyncError
+from rayapp.core.timing import InHand
 from rayapp.core.types import SamplingParams
-from rayapp.engine.concurrency import ConcurrencyLimit, Gate
+from rayapp.engine.admission import ConcurrencyLimit, Gate
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.vllm_output import EngineOutput
-from rayapp.engine.vllm_stats import EngineLoad
+from rayapp.engine.vllm_output import EngineLoad, EngineOutput
+from rayapp.engine.weights.buckets import SharedWeights
 
 
 class Recorded:
@@ -60,6 +61,24 @@ async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> 
     assert engine.policy_version == 3
 
 
+async def test_weights_in_shared_memory_wake_a_sleeping_engine_in_the_same_order() -> None:
+    recorded = Recorded()
+    engine = engine_of(recorded)
+    await engine.sleep()
+    recorded.calls.clear()
+
+    await engine.begin_update("memory")
+    await engine.receive_weights(SharedWeights(path="/proc/1/fd/2", entries=(), checksums={}))
+    with pytest.raises(WeightSyncError, match="last weight update never ended"):
+        await engine.sleep()  # its weights are awake
+    assert await engine.finish_update(3, {}) == 4
+    await engine.go_on()
+
+    called = [" ".join(call.split()[:2]) for call in recorded.calls]
+    assert called == ["wake_up ['weights']", "collective_rpc load_shared_weights", "wake_up ['kv_cache']"]
+    assert engine.policy_version == 3
+
+
 async def test_learners_that_are_lost_after_an_update_leave_a_server_that_takes_the_next() -> None:
     recorded = Recorded()
 
@@ -73,6 +92,18 @@ async def test_learners_that_are_lost_after_an_update_leave_a_server_that_takes_
             await server.begin_update()
         await server.finish_update(version, {})
     assert await server.go_on() == 2
+
+
+async def test_learners_that_are_lost_within_an_update_leave_a_server_that_asks_to_be_replaced() -> None:
+    engine = engine_of(Recorded())
+    await engine.sleep()
+    await engine.begin_update()  # the learners are lost: nothing follows
+
+    with pytest.raises(WeightSyncError, match="last weight update never ended"):
+        await engine.sleep()  # its weights are awake
+    async with asyncio.timeout(10.0):
+        with pytest.raises(WeightSyncError, match="an earlier weight update never ended"):
+            await engine.begin_update()
 
 
 async def test_one_that_sleeps_is_not_put_to_sleep_again() -> None:

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import WeightSyncError
 from rayapp.engine.weights.buckets import ALIGNMENT, WeightBucket, pack, unpack
-from rayapp.engine.weights.object_store import BUCKET_BYTES, ObjectStoreTransport
+from rayapp.engine.weights.sync import BUCKET_BYTES, StoreCarrier, WeightSync
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+async def all_up() -> None:
+    """Every server is up."""
 
 
 def tensors_of(shapes: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[str, torch.Tensor]]:
@@ -145,7 +149,7 @@ class Server:
 async def test_every_server_gets_the_same_references_and_the_export_happens_once() -> None:
     learners, servers = Learners(), [Server("vllm-server-0"), Server("vllm-server-1")]
 
-    metrics, failed = await ObjectStoreTransport(10.0).sync(3, source=learners, servers=servers)
+    metrics, failed = await WeightSync(StoreCarrier(10.0)).sync(3, learners=learners, servers=servers, settled=all_up)
 
     assert failed == {}
     assert learners.sizes == [BUCKET_BYTES]
@@ -157,18 +161,18 @@ async def test_every_server_gets_the_same_references_and_the_export_happens_once
 async def test_a_server_that_hangs_is_found_by_the_deadline_and_the_others_have_the_weights() -> None:
     servers = [Server("vllm-server-0"), Server("vllm-server-1", hangs=True)]
 
-    _, failed = await ObjectStoreTransport(0.05).sync(3, source=Learners(), servers=servers)
+    _, failed = await WeightSync(StoreCarrier(2.0)).sync(3, learners=Learners(), servers=servers, settled=all_up)
 
     assert servers[0].loaded == [(3, ("first", "second"))]
     assert list(failed) == ["vllm-server-1"]
-    assert "vllm-server-1 did not load version 3 within server.sync_timeout_s = 0.05 s" in str(failed["vllm-server-1"])
+    assert "vllm-server-1 did not load version 3 within server.sync_timeout_s = 2 s" in str(failed["vllm-server-1"])
 
 
 async def test_a_server_that_was_started_again_gets_the_weights_of_the_last_sync() -> None:
     broken = Server("vllm-server-0", error=WeightSyncError("version 3 was not loaded"))
-    transport = ObjectStoreTransport(10.0)
+    transport = WeightSync(StoreCarrier(10.0))
 
-    _, failed = await transport.sync(3, source=Learners(), servers=[broken])
+    _, failed = await transport.sync(3, learners=Learners(), servers=[broken], settled=all_up)
     replaced = Server("vllm-server-0")
     await transport.catch_up(replaced)
 
@@ -177,10 +181,10 @@ async def test_a_server_that_was_started_again_gets_the_weights_of_the_last_sync
 
 
 async def test_a_server_never_gets_an_older_version_after_a_newer_one() -> None:
-    late, transport = Server("vllm-server-1"), ObjectStoreTransport(10.0)
-    await transport.sync(3, source=Learners(), servers=[])
+    late, learners, transport = Server("vllm-server-1"), Learners(), WeightSync(StoreCarrier(10.0))
+    await transport.sync(3, learners=learners, servers=[], settled=all_up)
 
     # Both want the server at once: a sync to 4, and the catching up of one that was at 3.
-    await asyncio.gather(transport.sync(4, source=Learners(), servers=[late]), transport.catch_up(late))
+    await asyncio.gather(transport.sync(4, learners=learners, servers=[late], settled=all_up), transport.catch_up(late))
 
     assert [version for version, _ in late.loaded] == [4, 4]

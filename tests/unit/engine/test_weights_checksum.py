@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rayapp.engine.weights.checksum import NUM_COLUMNS, Sampler, checksum_of, columns_of, part_of
+from rayapp.engine.weights.buckets import NUM_COLUMNS, Sampler, checksum_of, columns_of, part_of
 from rayapp.engine.weights.held import place_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayapp.core.errors import DeadlineError, RayappError, WeightSyncError
-from rayapp.engine.weights.direct import DirectTransport
+from rayapp.engine.weights.sync import GroupCarrier, WeightSync
 
 
 @dataclass
@@ -38,8 +38,11 @@ class Learners:
     groups: list[list[str]] = field(default_factory=list)
     members: Sequence[Server] = ()
     breaks_before: int | None = None
+    not_up: set[str] = field(default_factory=set)
 
     async def open_weight_group(self, servers: Sequence[Server], timeout_s: float) -> None:
+        if self.not_up:
+            raise WeightSyncError(f"{min(self.not_up)}.ping: it is being started")
         self.groups.append([server.name for server in servers])
         self.members = servers
 
@@ -59,11 +62,15 @@ def two_servers() -> list[Server]:
     return [Server("vllm-server-0"), Server("vllm-server-1")]
 
 
+async def all_up() -> None:
+    """Every server is up."""
+
+
 async def test_the_group_is_made_once_and_kept() -> None:
-    learners, servers, transport = Learners(), two_servers(), DirectTransport(5.0)
+    learners, servers, transport = Learners(), two_servers(), WeightSync(GroupCarrier(5.0))
 
     for version in (0, 1, 2):
-        metrics, failed = await transport.sync(version, source=learners, servers=servers)
+        metrics, failed = await transport.sync(version, learners=learners, servers=servers, settled=all_up)
         assert failed == {}
 
     assert learners.groups == [["vllm-server-0", "vllm-server-1"]]
@@ -73,16 +80,16 @@ async def test_the_group_is_made_once_and_kept() -> None:
 
 
 async def test_new_learners_make_a_new_group() -> None:
-    first, second, servers, transport = Learners(), Learners(), two_servers(), DirectTransport(5.0)
-    await transport.sync(0, source=first, servers=servers)
-    await transport.sync(1, source=second, servers=servers)
+    first, second, servers, transport = Learners(), Learners(), two_servers(), WeightSync(GroupCarrier(5.0))
+    await transport.sync(0, learners=first, servers=servers, settled=all_up)
+    await transport.sync(1, learners=second, servers=servers, settled=all_up)
     assert len(first.groups) == len(second.groups) == 1
 
 
 async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_group() -> None:
-    learners, servers, transport = Learners(breaks_before=1), two_servers(), DirectTransport(5.0)
+    learners, servers, transport = Learners(breaks_before=1), two_servers(), WeightSync(GroupCarrier(5.0))
 
-    _, failed = await transport.sync(3, source=learners, servers=servers)
+    _, failed = await transport.sync(3, learners=learners, servers=servers, settled=all_up)
 
     # Server 0 had sealed the version before the group broke: it serves on.
     assert list(failed) == ["vllm-server-1"]
@@ -90,7 +97,7 @@ async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_g
     learners.breaks_before = None
     await transport.catch_up(servers[1])
     assert servers[1].loaded == [(3, ("bucket",))]
-    _, failed = await transport.sync(4, source=learners, servers=servers)
+    _, failed = await transport.sync(4, learners=learners, servers=servers, settled=all_up)
     assert failed == {}
     assert len(learners.groups) == 2
 
@@ -98,5 +105,20 @@ async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_g
 async def test_a_server_that_does_not_say_what_it_holds_has_failed() -> None:
     servers = two_servers()
     servers[0].error = DeadlineError("vllm-server-0.go_on did not answer within 5 s")
-    _, failed = await DirectTransport(5.0).sync(1, source=Learners(), servers=servers)
+    _, failed = await WeightSync(GroupCarrier(5.0)).sync(1, learners=Learners(), servers=servers, settled=all_up)
     assert list(failed) == ["vllm-server-0"]
+
+
+async def test_a_server_that_is_starting_when_a_sync_begins_takes_no_other_down() -> None:
+    servers = [Server(f"vllm-server-{index}", version=3) for index in range(7)]
+    learners, waits = Learners(not_up={"vllm-server-2"}), 0
+
+    async def settled() -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:  # the first was before the server died
+            learners.not_up.clear()
+
+    _, failed = await WeightSync(GroupCarrier(5.0)).sync(4, learners=learners, servers=servers, settled=settled)
+    assert failed == {}
+    assert {server.version for server in servers} == {4}

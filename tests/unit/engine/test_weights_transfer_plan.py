@@ -12,7 +12,7 @@ from actors.handles import VllmServerHandle
 from actors.weight_client import ServersClient
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.engine.weights.transfer_plan import choose_transport, transfer_plan
+from rayapp.engine.weights.sync import choose_transport, transfer_plan
 
 
 def config(transport: str = "auto", placement: str = "split", **server: Any) -> Config:

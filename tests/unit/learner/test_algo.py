@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
-from rayapp.config.algorithm import AlgorithmSection
-from rayapp.config.algorithm_names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, POLICY_LOSSES
+from rayapp.config.algorithm import (
+    ADV_ESTIMATORS,
+    NEEDS_CRITIC,
+    NEEDS_GREEDY_BASELINE,
+    POLICY_LOSSES,
+    REJECTION_CRITERIA,
+    AlgorithmSection,
+    options_of,
+)
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
 from rayapp.learner.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
-from rayapp.learner.algo.mismatch import mismatch_metrics
+from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
 SCALE = LossScale(num_tokens=10, num_trajectories=4, dp_size=1, max_response_tokens=8)
@@ -57,7 +67,7 @@ def test_the_names_are_verls_registries_without_critics() -> None:
 
 
 def test_the_names_cost_no_heavy_import() -> None:
-    code = "import sys, rayapp.config.algorithm_names\n"
+    code = "import sys, rayapp.config.algorithm\n"
     code += "print(sorted({'torch', 'verl', 'ray', 'transformers'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
@@ -206,6 +216,13 @@ def test_a_critic_and_an_unknown_name_are_refused_with_the_names_that_work() -> 
         check_policy_loss("ppo")
 
 
+def loss_config(name: str, mode: str) -> Config:
+    options = {"dro_beta": 0.1} if name == "dro" else {}
+    return Config.model_validate(
+        {"algorithm": {"policy_loss": name, "policy_loss_options": options, "loss_agg_mode": mode}}
+    )
+
+
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
@@ -214,8 +231,7 @@ MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-no
 def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(name: str, mode: str) -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    options = {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}, "loss_agg_mode": mode}
-    config = Config.model_validate({"algorithm": options})
+    config = loss_config(name, mode)
     actor = make_actor_config(config, SCALE)
     for seed in range(5):
         # From hardly any difference to the sampling policy to ratios of a hundred: every clip and bound is met.
@@ -239,9 +255,7 @@ SEPARABLE = [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov"
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_micro_batches_and_ranks_add_up_to_the_whole_batch(name: str, mode: str) -> None:
-    config = Config.model_validate(
-        {"algorithm": {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}, "loss_agg_mode": mode}}
-    )
+    config = loss_config(name, mode)
     log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
     whole = policy_loss(loss_rows(log_probs), config.algorithm, make_actor_config(config, SCALE), SCALE).loss
     (expected,) = torch.autograd.grad(whole, log_probs)
@@ -269,10 +283,59 @@ def test_truncated_importance_weights_scale_the_gradient() -> None:
     np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
 
 
-def test_options_that_no_loss_knows_are_named() -> None:
-    config = Config.model_validate({"algorithm": {"policy_loss_options": {"dro_betta": 0.1}}})
-    with pytest.raises(ConfigError, match=r"unknown keys \['dro_betta'\].*dro_beta"):
-        make_actor_config(config, SCALE)
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "loss_type": ({}, {"loss_type": "reinforce"}),
+    "rollout_rs": ({}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.99_1.01"}),
+    "rollout_rs_threshold": (
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.01_100"},
+        {"rollout_rs_threshold": "0.99_1.01"},
+    ),
+    "clip_cov_lb": ({"clip_cov_ratio": 0.9, "clip_cov_lb": 0.0}, {"clip_cov_lb": 4.0}),
+    "clip_cov_ub": ({"clip_cov_ratio": 0.9, "clip_cov_lb": 0.0}, {"clip_cov_ub": 0.0}),
+    "clip_cov_ratio": ({"clip_cov_ratio": 0.1, "clip_cov_lb": -9.0}, {"clip_cov_ratio": 0.9}),
+    "dro_beta": ({"dro_beta": 0.1}, {"dro_beta": 0.7}),
+    "kl_cov_ratio": ({"kl_cov_ratio": 0.1}, {"kl_cov_ratio": 0.9}),
+    "ppo_kl_coef": ({"kl_cov_ratio": 0.9}, {"ppo_kl_coef": 3.0}),
+    "tau_neg": ({}, {"tau_neg": 3.0}),
+    "tau_pos": ({}, {"tau_pos": 3.0}),
+}
+"""Two settings that differ in an option."""
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in POLICY_LOSSES for option in options_of(name)])
+def test_an_option_that_a_loss_accepts_changes_its_gradient(name: str, option: str) -> None:
+    base, change = CHANGES[option]
+    gradients = []
+    for options in (base, base | change):
+        log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
+        config = Config.model_validate({"algorithm": {"policy_loss": name, "policy_loss_options": options}})
+        torch.manual_seed(0)  # kl_cov and clip_cov draw tokens
+        loss = policy_loss(loss_rows(log_probs), config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+        gradients.append(torch.autograd.grad(loss, log_probs)[0])
+    assert not torch.equal(*gradients)
+
+
+def test_an_option_that_the_loss_does_not_read_is_refused_when_the_configuration_is_read() -> None:
+    for loss, options, why in (
+        ("vanilla", {"rollout_rs": "token_k1"}, "rollout_rs, which policy_loss vanilla does not read; it reads no opt"),
+        ("vanilla", {"tau_pos": 3.0}, "tau_pos belongs to sapo"),
+        ("vanilla", {"dro_betta": 0.1}, "dro_betta"),
+        ("bypass_mode", {"rollout_is_batch_normalize": True}, "does not read"),  # it would depend on micro-batches
+        ("bypass_mode", {"loss_type": "ppo"}, "use ppo_clip or reinforce"),
+        ("bypass_mode", {"rollout_rs": "token_k1"}, "both rollout_rs and rollout_rs_threshold"),
+        ("bypass_mode", {"rollout_rs": "token_k9", "rollout_rs_threshold": 2}, "use token_k1"),
+        ("bypass_mode", {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "one positive number"),
+        ("clip_cov", {"clip_cov_ratio": "many"}, "must be a number"),
+        ("dro", {}, "dro_beta above 0"),
+    ):
+        with pytest.raises(ValidationError, match=re.escape(why)):
+            Config.model_validate({"algorithm": {"policy_loss": loss, "policy_loss_options": options}})
+
+
+def test_the_names_of_rejection_criteria_are_verls() -> None:
+    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
+
+    assert set(REJECTION_CRITERIA) == SUPPORTED_ROLLOUT_RS_OPTIONS
 
 
 def test_equal_log_probs_show_no_mismatch() -> None:

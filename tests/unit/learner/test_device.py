@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from actors.setup.placement import by_node, in_order
+from actors.placement import by_node, in_order
 from rayapp.config.config import Config, bundles_of
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import use_interface_towards

@@ -13,18 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config
-from rayapp.config.distillation import DistillationSection
+from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import LearnerError
-from rayapp.core.forks import path_to
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import path_to, summarize_group
 from rayapp.core.types import Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
-from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import Share
-from rayapp.rollout.gateway.tree import TokenTree
-from rayapp.testing.learners import save_llama
+from rayapp.learner.supervised import log_probs_of
+from rayapp.rollout.recorder import TokenTree
+from support.learners import save_llama
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""

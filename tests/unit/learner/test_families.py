@@ -21,8 +21,8 @@ from rayapp.learner.families.check import VOCABULARY, plain_model, subject_of
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay, check_replay
 from rayapp.learner.family import _small_model, check_family
-from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
+from rayapp.learner.supervised import log_probs_of
 from rayapp.storage.models.families import FAMILIES, TINY
 
 pytestmark = pytest.mark.slow

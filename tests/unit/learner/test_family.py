@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from rayapp.cli.doctor import fitness
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
+from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
-from rayapp.learner.families.head import head_rule
-from rayapp.learner.family import check_family, largest_difference, read_architecture
+from rayapp.learner.families import trial
+from rayapp.learner.families.check import VOCABULARY, checks_of, subject_of
+from rayapp.learner.family import check_family, head_rule, largest_difference, read_architecture
 from rayapp.learner.packing import pack
+from rayapp.learner.state.export import export_hf
+from rayapp.storage.models.families import FAMILIES, TINY
 
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
@@ -122,3 +127,68 @@ def test_making_the_small_model_leaves_the_random_numbers_of_the_run_alone() -> 
     before = torch.random.get_rng_state()
     largest_difference(LlamaConfig(**SMALL), num_tokens=64)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "apertus"])
+def test_models_of_a_folder_hold_in_the_learner_with_adapters_and_in_final(name: str, tmp_path: Path) -> None:
+    """Gemma 3n clips weights of layers past the layers; Apertus has bfloat16 parameters whatever it is told."""
+    tiny = dict(FAMILIES[name].tiny) if name in FAMILIES else {}
+    CONFIG_MAPPING[name](**(TINY | {"vocab_size": VOCABULARY, "dtype": torch.bfloat16} | tiny)).save_pretrained(
+        tmp_path
+    )
+    found = list(checks_of(subject_of(str(tmp_path)), engine=False))
+    assert [check.what for check in found] == ["learner", "adapters", "final/"]
+    assert all(check.holds for check in found), found
+
+
+def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayapp.learner.state.lora.READ_PAST", set())
+    config = with_values(saved(tmp_path, "gemma3n_text"), learner={"lora": LoraSection(rank=4)})
+    with pytest.raises(InputError, match=r"with learner\.lora can't be trained: log-probs .* sequences with adapters"):
+        check_family(read_architecture(config), config)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("stablelm", "don't hand their attention what packing"), ("mamba2", "num_attention_heads")]
+)
+def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason: str, tmp_path: Path) -> None:
+    changes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64}
+    CONFIG_MAPPING[family](**(changes if family == "mamba2" else SMALL)).save_pretrained(tmp_path)
+    config = Config.model_validate({"model": {"path": str(tmp_path)}})
+    with pytest.raises(InputError, match=reason):
+        check_family(read_architecture(config), config)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_that_brings_its_own_code_is_trained_where_its_code_is_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    trial.save_tiny(LlamaConfig(**(SMALL | {"vocab_size": VOCABULARY})), folder)
+    (folder / "own_code.py").write_text(CODE)
+    values = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    values |= {"model_type": "own_llama", "architectures": ["OwnModel"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(values))
+    config = trial.trial_config(folder)
+    trusted = with_values(config, model={"trust_remote_code": True})
+    with trial.learner_of(trusted) as learner:
+        assert type(learner.model.causal_lm).__name__.endswith("OwnModel")
+        groups = trial.trial_groups(VOCABULARY)
+        found = trial.learner_scores(learner, groups)
+        export_hf(trusted, learner.model, tmp_path / "final", learner.ranks)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True)
+    expected = trial.plain_scores(plain, groups)
+    assert trial.log_prob_error(found, expected) < trial.MAX_LOG_PROB_ERROR
+    assert trial.gradient_error(found, expected) < trial.MAX_GRADIENT_ERROR
+    AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True)

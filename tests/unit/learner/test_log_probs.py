@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.distillation import DistillationSection
+from rayapp.config.other_models import DistillationSection
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
 
 
@@ -116,3 +118,64 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=2))[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
+
+
+BANDS = (0.0, 0.5, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9999)
+
+
+@pytest.mark.parametrize("more", ["log_probs alone", "entropy bonus", "reverse KL", "forward KL", "soft cap"])
+def test_in_bfloat16_slopes_of_confident_tokens_follow_a_float32_softmax(more: str) -> None:
+    """Near 1 bfloat16 has steps of 1/256: probabilities that were rounded to it leave nothing of 1 - p."""
+    hidden, weight, token_ids = confident(4096)
+    cap = 30.0 if more == "soft cap" else None
+    teacher = None
+    if more.endswith("KL"):
+        section = DistillationSection.model_validate(
+            {"teacher": "t", "kl": more.split(maxsplit=1)[0], "kl_over": "vocabulary"}
+        )
+        own = HeadOptions(temperature=1.0, chunk_rows=512)
+        teacher = TeacherHead(hidden=hidden[:, :32], weight=weight[:, :32], options=own, section=section)
+
+    def slopes(head: str, dtype: torch.dtype) -> torch.Tensor:
+        inputs, head_weight = hidden.to(dtype).requires_grad_(), weight.to(dtype)
+        rows = torch.arange(len(token_ids))
+        if head == "ours":
+            options = HeadOptions(
+                temperature=1.0, chunk_rows=512, softcap=cap, entropy_needs_grad=more == "entropy bonus"
+            )
+            targets = targets_of(rows, token_ids, len(rows))
+            log_probs, entropy, _, kl = token_log_probs(inputs, head_weight, targets, options, teacher)
+        else:
+            logits = (inputs @ head_weight.t()).float()
+            whole = (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
+            log_probs, entropy = whole[rows, token_ids], -(whole.exp() * whole).sum(-1)
+            theirs = whole if teacher is None else teacher.log_probs(0, len(rows))
+            above, below = (theirs, whole) if more == "forward KL" else (whole, theirs)
+            kl = (above.exp() * (above - below)).sum(-1)
+        loss = log_probs.sum()
+        if more == "entropy bonus":
+            loss = loss + 0.5 * entropy.sum()
+        if teacher is not None:
+            loss = loss + 0.5 * kl.sum()
+        return torch.autograd.grad(loss, inputs)[0].float()
+
+    exact = slopes("plain", torch.float32)
+    ours, plain = (
+        (slopes(head, torch.bfloat16) - exact).norm(dim=-1) / exact.norm(dim=-1) for head in ("ours", "plain")
+    )
+    p = (hidden.float() @ weight.float().t()).softmax(-1)[torch.arange(len(token_ids)), token_ids]
+    for low, high in itertools.pairwise(BANDS):
+        band = (p >= low) & (p < high)
+        assert int(band.sum()) > 50
+        assert float(ours[band].median()) < 1.05 * float(plain[band].median()) + 1e-4, (low, high)
+
+
+def confident(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states (R, 64) and a head of 2000 tokens in bfloat16, and tokens (R,) of all probabilities up to 1."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(2000, 64, generator=generator)
+    token_ids = torch.randint(0, 2000, (num_rows,), generator=generator)
+    towards = weight[token_ids] / weight[token_ids].norm(dim=1, keepdim=True)
+    noise = 0.15 * torch.randn(num_rows, 64, generator=generator)
+    hidden = 8 * torch.linspace(0.02, 0.42, num_rows)[:, None] * towards + noise
+    return hidden.bfloat16(), weight.bfloat16(), token_ids

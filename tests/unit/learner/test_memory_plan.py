@@ -11,23 +11,28 @@ import pytest
 import torch
 
 from rayapp.cli.plan import plan_command
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, Gpu, gpu_called
-from rayapp.learner.memory.nearest import largest_micro_batch, nearest_that_fits, overrides_between
+from rayapp.learner.memory.nearest import (
+    largest_micro_batch,
+    largest_server_share,
+    nearest_that_fits,
+    overrides_between,
+)
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
-    PREFILL_TOKENS,
     RUNTIME_BYTES,
     head_bytes,
     kept_bytes,
     plan_gpu,
     plan_learner,
+    plan_node,
     plan_server,
 )
 from rayapp.learner.memory.shape import ModelShape, model_shape
-from rayapp.learner.memory.speed import generate, score, step_load, step_speeds, train
+from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
 
 SHAPE = ModelShape(
     num_parameters=1_000,
@@ -88,8 +93,8 @@ def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward() -> 
 def test_a_reference_takes_its_own_shards() -> None:
     with_kl = config().model_copy(update={"algorithm": config().algorithm.model_copy(update={"kl_loss_coef": 0.1})})
     plan = plan_learner(SHAPE, with_kl)
-    assert plan.frozen == {"reference": plan.weights} == {"reference": 4 * 1000}
-    assert plan.resident == (4 + 4 + 8) * 1000 + RUNTIME_BYTES
+    assert plan.frozen == {"reference": 2 * 1000}  # bfloat16, as it is computed
+    assert plan.resident == (4 + 2 + 8) * 1000 + RUNTIME_BYTES
 
 
 WITH_ADAPTERS = replace(SHAPE, num_adapter_parameters=60, adapter_rank_sum=14)
@@ -98,7 +103,7 @@ WITH_ADAPTERS = replace(SHAPE, num_adapter_parameters=60, adapter_rank_sum=14)
 def test_adapters_alone_have_gradients_and_moments() -> None:
     plan = plan_learner(WITH_ADAPTERS, config(num_learners=2))
     # 500 frozen and 30 adapter parameters each; gathered: 100 outside the layers, two layers of 300 and 20 adapters.
-    assert (plan.weights, plan.gradients, plan.optimizer) == (4 * 530, 4 * 30, 8 * 30)
+    assert (plan.weights, plan.gradients, plan.optimizer) == (2 * 500 + 4 * 30, 4 * 30, 8 * 30)
     head, backward, reduce = plan.moments
     assert backward.gathered == 2 * (100 + 2 * 320)
     assert backward.unreduced == 4 * 20 + 20
@@ -134,11 +139,44 @@ def test_a_gpu_that_both_share_by_hand() -> None:
     plan = plan_gpu(SHAPE, shared_config(enforce_eager=False), gpu_of(10))
     assert plan.training == plan.learner.total + RUNTIME_BYTES + GRAPH_BYTES
     # While the server generates: its half, its graphs, and of the learner float32 weights, two moments and CUDA.
-    assert plan.generating == 5 * GIB + GRAPH_BYTES + (4 + 8) * 1000 + RUNTIME_BYTES
+    # A server that is started again then gets its weights, tensor by tensor: the largest is 8 x 50 numbers of 2 bytes.
+    assert plan.generating == 5 * GIB + GRAPH_BYTES + (4 + 8) * 1000 + RUNTIME_BYTES + 2 * 400
     # While weights are sent: the largest tensor, and two buckets; the server has its own weights awake.
     buffers = 2 * 400 + 2 * 2**20
     assert plan.sending == (4 + 8) * 1000 + 2 * RUNTIME_BYTES + GRAPH_BYTES + 2 * 1000 + buffers
     assert plan.fits
+
+
+def test_a_learner_that_parks_leaves_its_gpu_to_the_cache_but_for_a_catch_up() -> None:
+    shared = shared_config()
+    parked = with_values(shared, learner={"offload_when_idle": True})
+    before, after = (plan_gpu(SHAPE, each, gpu_of(10)) for each in (shared, parked))
+    # The moments are gone; weights come back when a server that was started again needs them.
+    assert before.beside_server - after.beside_server == 8 * 1000
+    assert list(step_timeline(SHAPE, parked, gpu_of(10), after))[-1].learner_stays == RUNTIME_BYTES + 4 * 1000
+    # In host memory: weights of the server, weights and moments of the learner, and those once more while saved.
+    node = plan_node(SHAPE, parked)
+    assert (node.backups, node.learners, node.staging) == (1.5 * 2 * 1000, 1.5 * 12 * 1000, 12 * 1000)
+
+
+def test_generation_that_misses_a_deadline_is_told_with_the_value_that_does_not() -> None:
+    short = with_values(config(), rollout={"group_deadline_s": 100.0}, server={"request_timeout_s": 4000.0})
+    assert list(late(short, 90.0)) == []
+    assert list(late(short, 300.0)) == [
+        "generating takes about 300 s, but rollout.group_deadline_s is 100: set 600",
+    ]
+
+
+def test_the_largest_share_of_a_server_fits_and_a_larger_one_does_not() -> None:
+    most = largest_server_share(QWEN3_8B, large(), H100)
+    assert 0.75 < most < 0.9
+    for share, fits in ((most, True), (most + 0.01, False)):
+        assert plan_gpu(QWEN3_8B, large(server={"gpu_memory_utilization": share}), H100).server_fits == fits
+
+
+def test_a_compiled_learner_is_faster() -> None:
+    plain, compiled = large(), large(learner={"compile": True, "num_learners": 8})
+    assert train(QWEN3_8B, compiled, H100).seconds < train(QWEN3_8B, plain, H100).seconds
 
 
 QWEN = {
@@ -178,7 +216,7 @@ def test_a_server_by_hand() -> None:
     plan = plan_server(SHAPE, split.model_copy(update={"server": wide}), 10 * GIB)
     assert plan.weights == 2 * 1000 // 2
     # The largest prefill: 4 x 8 numbers of the layer and 2 x 20 / 2 of its MLP; one sequence's logits.
-    assert plan.runtime == RUNTIME_BYTES + 2 * PREFILL_TOKENS * (4 * 8 + 20) + 3 * 4 * 50
+    assert plan.runtime == RUNTIME_BYTES + 2 * 8192 * (4 * 8 + 20) + 3 * 4 * 50
     assert plan.kv_cache == 5 * GIB - 1000 - plan.runtime
     # A token: key and value, 2 bytes, 3 layers, 1 of the 2 key heads, 2 numbers each.
     assert plan.kv_tokens == plan.kv_cache // (2 * 2 * 3 * 1 * 2)
@@ -288,7 +326,7 @@ def test_a_step_takes_as_long_as_its_products_and_bytes_say() -> None:
     assert sampling.mfu(H100) < 0.1
     with_reference = large(algorithm={"kl_loss_coef": 0.1}, train={"num_minibatches": 2, "groups_per_step": 2})
     assert list(step_speeds(QWEN3_8B, with_reference, H100, server)) == [
-        "generate", "old log-probs", "reference", "train", "optimizer", "weight sync",
+        "generate", "old log-probs", "reference", "train", "optimizer", "weight sync", "sleep, wake",
     ]  # fmt: skip
 
 

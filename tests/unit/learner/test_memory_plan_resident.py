@@ -15,7 +15,7 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.learner.memory.plan import gathered_bytes, plan_learner
 from rayapp.learner.memory.shape import model_shape
-from rayapp.testing.learners import save_llama
+from support.learners import save_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.shares import Share
 from rayapp.learner.policy import load_policy
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 import verl.trainer.ppo.core_algos, verl.workers.config  # 57 MiB of modules that the first step would load
 

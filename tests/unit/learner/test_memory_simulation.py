@@ -15,10 +15,11 @@ from rayapp.config.config import Config
 from rayapp.learner.memory.plan import plan_learner
 from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.memory.simulation import simulate_learner
-from rayapp.testing.learners import save_llama
+from support.learners import save_llama
 
 MAX_PLAN_ERROR = 0.10
-ARCHITECTURES = Path(__file__).parents[2] / "data" / "architectures"
+ROOT = Path(__file__).parents[3]
+ARCHITECTURES = ROOT / "tests" / "data" / "architectures"
 MakeConfig = Callable[..., Config]
 
 
@@ -105,7 +106,7 @@ from rayapp.config.config import Config
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.memory.simulation import full_step
-from rayapp.testing.ports import free_port
+from support.ports import free_port
 
 def local(tensors):
     return sum(tensor.to_local().nbytes for tensor in tensors)
@@ -148,7 +149,7 @@ def test_the_simulated_shards_are_those_of_two_real_ranks(tmp_path: Path, learne
 
     done = subprocess.run(
         [sys.executable, str(program), json.dumps(settings)],
-        capture_output=True, text=True, check=False, env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""},
+        capture_output=True, text=True, check=False, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PATH": ""},
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

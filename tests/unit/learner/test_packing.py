@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rayapp.core.errors import LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.batch import TrainItem, inputs_of, make_micro_batch, split
-from rayapp.learner.families import masked_blocks
+from rayapp.learner.families import flex
 from rayapp.learner.families.flex import flex_tree_attention, tree_mask
 from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
 from rayapp.learner.packing import Packing, pack
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 token = st.integers(0, 2)
 sequence = st.lists(token, min_size=1, max_size=9)
@@ -127,7 +127,7 @@ def test_attention_and_its_gradient_are_those_of_the_mask(
     inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
     plan = plan_attention(packing, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masked_blocks, "MAX_ROWS", max_rows)
+        patch.setattr(flex, "MAX_ROWS", max_rows)
         found, _ = packed_attention(
             torch.nn.Identity(), query, key, value, None,
             plan=plan, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks,
@@ -148,7 +148,7 @@ def test_what_a_gpu_computes_for_sinks_and_caps_is_the_same(window: int | None, 
     query, key, value = (torch.randn(1, heads, packing.num_tokens, 8, generator=generator) for heads in (4, 2, 2))
     options: dict[str, Any] = {"softcap": softcap, "sinks": torch.randn(4, generator=generator)}
     tree = tree_mask(packing, torch.device("cpu"))
-    rule = masked_blocks.Rule(scale=0.3, window=window, softcap=softcap)
+    rule = flex.MaskRule(scale=0.3, window=window, softcap=softcap)
     found = flex_tree_attention(query, key, value, options["sinks"], tree, rule)
     expected = plain_attention(packing, query, key, value, window=window, **options)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

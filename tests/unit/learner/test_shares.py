@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
-from rayapp.learner.shares import Share, deal
+from rayapp.learner.shares import Share, deal, pulls_at_zero_advantage
 
 PROMPT = 100
 
@@ -47,6 +47,13 @@ def summary(position: int, num_response_tokens: list[int], rewards: list[float] 
 def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:
     """That a rank computes: each prompt once, and the responses of its trajectories."""
     return sum(PROMPT + int(summaries[s.position].num_response_tokens[s.start : s.stop].sum()) for s in shares)
+
+
+def test_a_plug_in_loss_may_pull_at_trajectories_without_an_advantage() -> None:
+    equal = [summary(position, [10, 10], rewards=[1.0, 1.0]) for position in range(2)]
+    assert not pulls_at_zero_advantage(config())
+    assert pulls_at_zero_advantage(config(policy_loss="mine"))
+    assert all(tokens(shares, equal) for shares in deal(equal, config(policy_loss="mine"), 2))
 
 
 GROUPS = st.lists(st.lists(st.integers(1, 2000), min_size=2, max_size=6), min_size=1, max_size=12)

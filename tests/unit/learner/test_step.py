@@ -19,17 +19,18 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.learner import Learner
-from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
+from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.shares import Share
-from rayapp.testing.learners import sampled, save_llama
+from support.learners import sampled, save_llama
 
 GROUP_SIZE = 4
 
@@ -140,7 +141,7 @@ def test_a_second_mini_batch_sees_the_first_ones_update(tiny_model: Path) -> Non
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_off_policy_every_loss_gives_the_same_step_however_it_is_split(tiny_model: Path, loss: str) -> None:
     changes: dict[str, Any] = {
-        "algorithm": {"policy_loss": loss, "policy_loss_options": {"dro_beta": 0.1}},
+        "algorithm": {"policy_loss": loss, "policy_loss_options": {"dro_beta": 0.1} if loss == "dro" else {}},
         "train": {"num_minibatches": 2},
         "learner": {"optimizer": {"lr": 1e-3}},
     }
@@ -165,6 +166,30 @@ def test_every_estimator_trains(tiny_model: Path, estimator: str) -> None:
     assert metrics["learner/skipped_steps"] == 0
     # remax takes the last trajectory of each group for its baseline
     assert metrics["learner/num_trajectories"] == (6 if estimator == "remax" else 8)
+
+
+def test_token_baselines_are_given_the_weights_between_learner_and_engine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[AdvantageInputs] = []
+
+    def noted(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> torch.Tensor:
+        seen.append(inputs)
+        return compute_advantages(inputs, algorithm)
+
+    monkeypatch.setattr("rayapp.learner.step_plan.compute_advantages", noted)
+    correction = {"level": "token", "threshold": 1.05}
+    groups = two_groups()
+    with learner_of(
+        tiny_model, {"algorithm": {"adv_estimator": "optimal_token_baseline", "rollout_correction": correction}}
+    ) as learner:
+        own = [row for group in groups for row in learner.log_probs_of(group)]
+        step(learner, 1, groups)
+    found = seen[0].is_weights
+    assert found is not None
+    for weights_of_row, log_probs in zip(found, own, strict=True):
+        expected = np.minimum(np.exp(log_probs + 4.5), 1.05)  # the engine said -4.5 for every token
+        np.testing.assert_allclose(weights_of_row[: len(expected)].numpy(), expected, rtol=1e-4)
 
 
 def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
@@ -252,16 +277,29 @@ def test_groups_without_variance_are_not_computed_but_counted(tiny_model: Path) 
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_skips_the_step_and_is_named(
+def test_a_group_with_a_reward_that_is_not_finite_is_left_out_alone_and_named(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, reward: float
 ) -> None:
     groups = [make_group(0), make_group(1, rewards=[0.5, reward, 0.1, 0.2])]
-    with learner_of(tiny_model) as learner:
+    found = []
+    for trained in (groups, groups[:1]):
+        with learner_of(tiny_model) as learner:
+            metrics = step(learner, 3, trained)
+            found.append((metrics["learner/groups_not_finite"], metrics["learner/loss"], weights(learner)))
+    assert [count for count, _, _ in found] == [1.0, 0.0]
+    assert "step 3 leaves out groups [1]: they have rewards that are not finite" in caplog.text
+    assert found[0][1] == found[1][1]
+    assert all((found[0][2][name] == found[1][2][name]).all() for name in found[0][2])
+
+
+def test_a_step_that_trains_on_nothing_moves_no_weights_whatever_the_momentum(tiny_model: Path) -> None:
+    with learner_of(tiny_model, {"learner": {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}}) as learner:
+        step(learner, 1, two_groups())
         before = weights(learner)
-        metrics = step(learner, 3, groups)
+        metrics = step(learner, 2, [make_group(0, rewards=[math.nan] * GROUP_SIZE)])
         after = weights(learner)
+        assert learner._learner.optimizer_steps == 2
     assert metrics["learner/skipped_steps"] == 1
-    assert "groups [1] have rewards that are not finite" in caplog.text
     assert all((before[name] == after[name]).all() for name in before)
 
 
@@ -398,7 +436,9 @@ def test_a_learner_that_gives_its_memory_to_a_server_in_between_takes_the_same_s
             held = [held_bytes(learner)]
             found: list[Any] = [step(learner, 1, two_groups()), sent(learner)]
             held.append(held_bytes(learner))
-            save(learner, str(tmp_path / name), 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delattr(learner._idle.__class__, "fetch")  # saving takes nothing from a server's KV cache
+                save(learner, str(tmp_path / name), 1)
             found += [step(learner, 2, two_groups(2)), sent(learner)]
             assert learner.load_checkpoint(str(tmp_path / name)) == 1
             held.append(held_bytes(learner))
@@ -535,10 +575,11 @@ def test_a_missing_model_is_an_input_error(tmp_path: Path) -> None:
 
 def test_schedules_warm_up_and_end_where_they_should() -> None:
     linear = OptimizerSection(lr=1.0, schedule="linear", warmup_steps=2)
-    assert [learning_rate(n, 4, linear) for n in range(1, 5)] == [0.5, 1.0, 0.5, 0.0]
+    assert [learning_rate(n, 4, linear) for n in range(1, 5)] == [0.5, 1.0, 1.0, 0.5]
     cosine = OptimizerSection(lr=1.0, schedule="cosine", min_lr_ratio=0.1)
-    assert learning_rate(2, 4, cosine) == pytest.approx(0.55)  # half way: (1 + 0.1) / 2
-    assert learning_rate(4, 4, cosine) == pytest.approx(0.1)
+    assert learning_rate(1, 1, cosine) == 1.0  # the only step of a run
+    assert learning_rate(3, 4, cosine) == pytest.approx(0.55)  # half way: (1 + 0.1) / 2
+    assert learning_rate(5, 4, cosine) == pytest.approx(0.1)
     assert learning_rate(99, 4, OptimizerSection(lr=1.0)) == 1.0
 
 
@@ -583,6 +624,21 @@ def test_adapters_are_trained_alone_and_what_is_sent_computes_the_learners_log_p
         assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert all(torch.equal(second[name], p.detach()) for name, p in exported.named_parameters())
+
+
+def test_weights_under_adapters_and_of_a_reference_are_bfloat16_and_compute_the_same_numbers(tiny_model: Path) -> None:
+    group, found = two_groups()[0], []
+    for changes in ({}, {"lora": {"rank": 4}}):
+        section = {"learner": changes | {"compute_dtype": "bfloat16", "cpu_threads": 1}}
+        with learner_of(tiny_model, section | {"algorithm": {"kl_loss_coef": 0.1}}) as learner:
+            model, reference = learner._learner.model, learner._learner.frozen["reference"]
+            assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+            assert {p.dtype for p in (*model.parameters(), *reference.parameters()) if not p.requires_grad} == {
+                torch.bfloat16
+            }
+            found.append(learner.log_probs_of(group))
+            assert step(learner, 1, two_groups())["learner/kl_to_reference"] == 0.0
+    assert all((plain == adapted).all() for plain, adapted in zip(*found, strict=True))
 
 
 def test_the_adapters_alone_are_sent_and_give_the_learners_log_probs_in_peft(tiny_model: Path) -> None:

@@ -17,7 +17,7 @@ from rayapp.core.errors import LearnerError
 from rayapp.core.types import Trajectory
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import supervised_loss, supervised_step
-from rayapp.testing.learners import learner_alone, sampled
+from support.learners import learner_alone, sampled
 
 LEARNER = {"compute_dtype": "float32", "max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}}
 

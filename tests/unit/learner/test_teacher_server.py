@@ -14,14 +14,14 @@ import torch
 from aiohttp import web
 
 from rayapp.config.config import Config
-from rayapp.config.distillation import DistillationSection
+from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import ConfigError, InputError, LearnerError
 from rayapp.core.types import Fork
-from rayapp.learner.algo.teacher_server import served_log_probs
+from rayapp.learner.algo.distillation import served_log_probs
 from rayapp.learner.batch import TrainItem
-from rayapp.storage.models.teacher import check_teacher
-from rayapp.testing.learners import sampled
-from rayapp.testing.stubs.server import StubServer
+from rayapp.storage.models.check import check_teacher
+from support.learners import sampled
+from support.stubs.server import StubServer
 
 PROMPT, FIRST, SECOND = [5, 6, 7], [20, 21, 22], [30, 31]
 

@@ -15,9 +15,8 @@ import torch
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt
-from rayapp.learner.memory.meter import memory_meter
 from rayapp.learner.memory.plan import (
     GIB,
     gathered_bytes,
@@ -31,10 +30,11 @@ from rayapp.learner.memory.token_budget import (
     find_token_budget,
     free_bytes,
     measure_need,
+    memory_meter,
 )
 from rayapp.learner.shares import Share
 from rayapp.learner.step import PolicyLearner
-from rayapp.testing.learners import learner_alone, sampled, save_llama
+from support.learners import learner_alone, sampled, save_llama
 
 MIB = 2**20
 MAX_PLAN_ERROR = 0.10

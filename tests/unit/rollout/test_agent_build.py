@@ -9,8 +9,8 @@ import pytest
 
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.build import open_agent_loop
-from rayapp.rollout.agent.episode import AgentLimits
-from rayapp.testing.hermes import HermesParser
+from rayapp.rollout.recorder import AgentLimits
+from support.hermes import HermesParser
 
 LIMITS = AgentLimits(max_response_tokens=100)
 TOOLS = "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n"

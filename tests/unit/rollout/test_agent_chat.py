@@ -12,8 +12,7 @@ import pytest
 
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.cutting import Neutralizer
-from rayapp.rollout.agent.frames import frame
+from rayapp.rollout.agent.text import Neutralizer, frame
 from rayapp.tools.base import ToolSchema
 
 TOOL = ToolSchema(name="echo", description="Says it again.")
@@ -210,11 +209,11 @@ def test_a_template_that_looks_into_results_is_asked_about_each(look: str) -> No
 
 def test_a_thousand_control_tokens_that_begin_alike_cost_no_time() -> None:
     neutralize = Neutralizer(f"<unused{number}>" for number in range(6000))
-    started = time.perf_counter()
+    started = time.process_time()
 
     assert neutralize("<" * 100_000 + "<unused7>").endswith("<< unused7>")
 
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 4.0
 
 
 def test_shipped_template_writes_tools_calls_and_results(chat_tokenizer: Any) -> None:

@@ -17,25 +17,26 @@ from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource
-from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.core.types import Completion, Group, GroupSummary, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.loops import AgentLoops, agent_loops
+from rayapp.rollout.agents import AgentLoops, agent_loops
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
-from rayapp.rollout.data_groups import assignment_of
 from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
+from rayapp.rollout.order import GroupRequest, evaluation_waves
+from rayapp.rollout.recorder import AgentLimits
+from rayapp.rollout.sources import assignment_of
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.trajectories import read_groups, write_trajectories
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
+from support.hermes import HermesParser
 
 CALL = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
 NO_SANDBOXES = cast(SandboxSource, None)
@@ -54,15 +55,14 @@ class Gone(ToolBase):
         raise AssertionError("it was never made")
 
 
-def policy(request_id: str, prompt_ids: Sequence[int]) -> str:
+def policy(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
     """Trajectory 0 asks the tool twice, then answers; 1 is wrong at once; 2 names a tool that isn't there first."""
-    _, trajectory, turn = (int(part.partition("=")[2]) for part in request_id.split("/"))
     said = {
         0: [CALL % 5, CALL % 4, "It is 4.\n#### 4"],
         1: ["#### 5"],
         2: ['<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', "#### 4"],
     }
-    return said[trajectory][turn]
+    return said[request_id.trajectory][request_id.turn]
 
 
 def loops_of(tokenizer: Any, *tools: ToolBase) -> AgentLoops:
@@ -72,7 +72,7 @@ def loops_of(tokenizer: Any, *tools: ToolBase) -> AgentLoops:
     return agent_loops(AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits))
 
 
-def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = policy) -> ScriptedEngine:
+def engine_of(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], str] = policy) -> ScriptedEngine:
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -87,7 +87,7 @@ async def play(
     deadline_s: float = 60.0,
     source: str = "openai/gsm8k",
     agent_name: str = "",
-    rewards: AnswerRewards = AnswerRewards(tool_weight=1.0),  # noqa: B008 - frozen
+    rewards: AnswerRewards = AnswerRewards(weights=Weights(tool=1.0)),  # noqa: B008 - frozen
 ) -> tuple[Group, GroupSummary]:
     row = DataRow(
         messages=MESSAGES,
@@ -123,7 +123,7 @@ async def test_a_tools_verdict_on_the_trajectory_counts_by_its_weight(chat_token
     loops, engine = loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
 
     _, without = await play(loops, engine)
-    _, summary = await play(loops, engine, rewards=AnswerRewards(tool_weight=1.0, tool_verdict_weight=0.5))
+    _, summary = await play(loops, engine, rewards=AnswerRewards(weights=Weights(tool=1.0, tool_verdict=0.5)))
 
     # The tool's own verdict is 1 where its best call was right: on trajectory 0.
     assert summary.reward_terms["tool_verdict"].tolist() == [1.0, 0.0, 0.0]
@@ -185,7 +185,7 @@ async def test_a_trajectory_without_its_tool_fails_and_still_takes_its_place_in_
 
     assert summary.failure_kinds == ("tool_unavailable",) * 3
     assert [request_id for request_id, _, _ in engine.requests] == [
-        f"group=7/trajectory={index}/turn=0" for index in range(3)
+        RequestId("group", 7, index, turn=0) for index in range(3)
     ]
     assert {sampling.max_tokens for _, _, sampling in engine.requests} == {1}
     assert not any(trajectory.is_trainable for trajectory in group.trajectories)
@@ -198,13 +198,13 @@ class Hanging:
     inner: ScriptedEngine
     hang: frozenset[int] = frozenset()
     is_dead: bool = False
-    asked: list[str] = field(default_factory=list)
+    asked: list[RequestId] = field(default_factory=list)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         self.asked.append(request_id)
         if self.is_dead:
             raise EngineDeadError("gone")
-        if int(request_id.split("/")[1].partition("=")[2]) in self.hang:
+        if request_id.trajectory in self.hang:
             await asyncio.Event().wait()
         return await self.inner.generate(request_id, prompt_ids, sampling)
 
@@ -216,10 +216,10 @@ async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer:
 
     assert summary.failure_kinds == ("", "deadline", "")
     # The one that hangs asked for its first turn: nobody asks in its stead.
-    assert engine.asked.count("group=7/trajectory=1/turn=0") == 1
+    assert engine.asked.count(RequestId("group", 7, 1, turn=0)) == 1
 
 
-def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
+def hangs(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
     """A script of a server that does not answer."""
     raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
 
@@ -304,12 +304,12 @@ async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any)
         prompt_ids=tuple(loops.prompt_ids(MESSAGES)),
     )
     said = ["```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```", "I don't know."]
-    engine = engine_of(chat_tokenizer, lambda request_id, _: said[int(request_id.split("/")[1].partition("=")[2])])
+    engine = engine_of(chat_tokenizer, lambda request_id, _: said[request_id.trajectory])
 
     async with open_pool(SandboxConfig(), "code-row") as (sandboxes, _):
         _, summary = await run_group(
             GroupRequest(group_id=7, policy_version=0),
-            assignment_of(row, loops, AnswerRewards(format_weight=0.5), sandboxes),
+            assignment_of(row, loops, AnswerRewards(weights=Weights(format=0.5)), sandboxes),
             engine=engine,
             sampling=SamplingParams(max_tokens=2000),
             group_size=3,
@@ -322,10 +322,17 @@ async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any)
     assert summary.reward_terms["solved"].tolist() == [1.0, 0.0, 0.0]
 
 
+def test_requests_sort_by_number_and_their_text_names_what_is_known() -> None:
+    early, late = RequestId("group", 9, 2, turn=10), RequestId("group", 10, 0)
+    assert sorted([late, early, early._replace(turn=9)]) == [early._replace(turn=9), early, late]
+    assert (str(early), str(late)) == ("group=9/trajectory=2/turn=10", "group=10/trajectory=0")
+    assert str(early._replace(side=3, turn=1)) == "group=9/trajectory=2/side=3/turn=1"
+
+
 def test_only_first_turns_belong_to_a_cohort() -> None:
-    assert is_first_turn("group=7/trajectory=1")
-    assert is_first_turn("group=7/trajectory=1/turn=0")
-    assert not is_first_turn("group=7/trajectory=1/turn=10")
+    assert RequestId("group", 7, 1).is_first_turn
+    assert RequestId("group", 7, 1, turn=0).is_first_turn
+    assert not RequestId("group", 7, 1, turn=10).is_first_turn
 
 
 def config_of(*overrides: str) -> Config:
@@ -366,7 +373,7 @@ def test_too_few_sandboxes_for_a_stateful_interpreter_are_told_before_anything_s
     tiny_model: Path, tmp_path: Path
 ) -> None:
     tools = tmp_path / "tools.yaml"
-    tools.write_text("tools:\n  - class_name: rayapp.tools.python.PythonTool\n")
+    tools.write_text("tools:\n  - class_name: rayapp.tools.coding.PythonTool\n")
     config = config_of(
         f"model.path={tiny_model}",
         f"agent.tool_file={tools}",

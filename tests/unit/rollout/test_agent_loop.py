@@ -22,15 +22,14 @@ from rayapp.core.errors import (
     SandboxGoneError,
     ToolUnavailableError,
 )
-from rayapp.core.types import Completion, RolloutStatus, SamplingParams
+from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
-from rayapp.tools.base import ToolBase, ToolFailedError, ToolOutput, ToolSchema
-from rayapp.tools.calls import RawCall
+from rayapp.tools.base import RawCall, ToolBase, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support.hermes import HermesParser
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -121,7 +120,7 @@ class Bench:
         self.loop = AgentLoop(chat=self.chat, parser=HermesParser(), tools=tools, limits=self.limits)
         self.prompt = AgentPrompt(token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs)
 
-    def engine(self, script: Callable[[str, Sequence[int]], str | Sequence[int]]) -> ScriptedEngine:
+    def engine(self, script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]) -> ScriptedEngine:
         engine = ScriptedEngine(
             lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             self.tokenizer.decode,
@@ -135,7 +134,9 @@ class Bench:
         said = iter(turns)
         engine = self.engine(lambda request_id, prompt_ids: next(said))
         sampling = SamplingParams(max_tokens=max_tokens)
-        return await self.loop.run(self.prompt, engine=engine, sampling=sampling, request_id="t"), engine
+        return await self.loop.run(
+            self.prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0)
+        ), engine
 
     def text(self, token_ids: Sequence[int]) -> str:
         decoded: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -194,13 +195,15 @@ async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(
     class Routing:
         """Chooses the number of the turn."""
 
-        async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        async def generate(
+            self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams
+        ) -> Completion:
             completion = await scripted.generate(request_id, prompt_ids, sampling)
             size = len(prompt_ids) - sampling.num_routed + completion.token_ids.size - 1
             return replace(completion, routed_experts=np.full((size, 1, 2), len(scripted.requests), np.uint8))
 
     sampling = SamplingParams(max_tokens=400_000)
-    episode = await bench.loop.run(bench.prompt, engine=Routing(), sampling=sampling, request_id="t")
+    episode = await bench.loop.run(bench.prompt, engine=Routing(), sampling=sampling, request_id=RequestId("group", 0))
 
     first = episode.turns[0].end
     assert [asked.num_routed for _, _, asked in scripted.requests] == [0, first - 1]
@@ -349,12 +352,15 @@ async def test_state_is_per_trajectory_and_released_after_success_failure_and_ca
 
     await bench.run(call("echo", text="service gone"))
 
-    def hang(request_id: str, prompt_ids: Sequence[int]) -> str:
+    def hang(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
         raise EngineError("gone")
 
     with pytest.raises(EngineError):
         await bench.loop.run(
-            bench.prompt, engine=bench.engine(hang), sampling=SamplingParams(max_tokens=9), request_id="t"
+            bench.prompt,
+            engine=bench.engine(hang),
+            sampling=SamplingParams(max_tokens=9),
+            request_id=RequestId("group", 0),
         )
     assert counter.released == [{"n": 10}, {"n": 7}, {"n": 7}]
 
@@ -458,7 +464,9 @@ async def test_masked_tokens_are_what_was_sampled_and_nothing_else(
         end_id=chat_tokenizer.eos_token_id,
     )
     engine.record = True
-    episode = await bench.loop.run(bench.prompt, engine=engine, sampling=SamplingParams(max_tokens=500), request_id="t")
+    episode = await bench.loop.run(
+        bench.prompt, engine=engine, sampling=SamplingParams(max_tokens=500), request_id=RequestId("group", 0)
+    )
 
     everything = [token for completion in sampled for token in completion]
     assert episode.token_ids[episode.response_mask].tolist() == everything

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from rayapp.config.loading import load_config
-from rayapp.core.types import Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.episode import Episode
-from rayapp.rollout.external.agent import ExternalAgent
+from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.recorder import Episode
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
+from support.hermes import HermesParser
 
 ROOT = Path(__file__).parents[3]
 MESSAGES = ({"role": "user", "content": "Write a greeting."},)
@@ -57,12 +57,10 @@ async def play(
         end_id=tokenizer.eos_token_id,
     )
 
-    async def score(episode: Episode) -> Reward:
-        return Reward(value=1.0)
-
     try:
-        assignment = agent.assignment("t", MESSAGES, score)
-        return await assignment.play(engine=engine, sampling=SamplingParams(max_tokens=5000), request_id="t")
+        return await agent.playing("t", MESSAGES)(
+            engine=engine, sampling=SamplingParams(max_tokens=5000), request_id=RequestId("group", 0)
+        )
     finally:
         await agent.close()
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError
 from rayapp.core.types import Group, GroupSummary
+from rayapp.driver.loop import begin_checkpoint
 from rayapp.driver.saving import CheckpointSaver
-from rayapp.driver.step import begin_checkpoint
 from rayapp.driver.store import TrajectoryStore
 from rayapp.rollout.curriculum import FILE, Curriculum
 from rayapp.rollout.order import GroupRequest, prompt_index
 from rayapp.runs.folder import RunFolder
-from rayapp.testing.summaries import summary_of
+from support.summaries import summary_of
 
 NUM_PROMPTS = 6
 SOLVED_BY = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
@@ -171,3 +173,41 @@ def test_tasks_without_demonstrations_are_named(read: Read) -> None:
     config = Config.model_validate({"tasks": ["sort_numbers_reworded"], "warmup": {"num_steps": 1}})
     with pytest.raises(InputError, match=r"sort_numbers_reworded has no demonstrations"):
         read_demonstrations(config, ())
+
+
+def test_a_turn_ends_at_a_special_token_that_has_no_role(
+    read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in SmolLM2's tokenizers, where <|im_end|> is neither eos nor named elsewhere."""
+    own = PreTrainedTokenizerFast(tokenizer_object=chat_tokenizer.backend_tokenizer, eos_token="<|im_start|>")
+    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda config: own)
+    assert "<|im_end|>" not in own.all_special_tokens
+    [row] = read({"messages": [ASK, ANSWER]}).rows
+    assert text(own, row, learned=True) == "4<|im_end|>"
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ tools | tojson }}{{ m.content }}{{ m.tool_calls | tojson }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ tools | tojson }}{% endif %}"
+)
+
+
+def test_arguments_of_other_tools_are_not_learned_from_parquet(read: Read, tmp_path: Path) -> None:
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        tool = {"type": "function", "function": {"name": name, "parameters": {key: {"type": "x"} for key in arguments}}}
+        return {"messages": [ASK | {"tool_calls": []}, ANSWER | {"tool_calls": calls}], "tools": [tool]}
+
+    rows = [row("read", {"path": "p"}), row("run", {"code": "c", "more": [{"x": 1}, {"y": 2}]})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    from_lines = read(*rows, template=CALLS, max_tokens=900).rows
+    from_parquet = read(template=CALLS, files=[str(tmp_path / "rows.parquet")], max_tokens=900).rows
+    assert [a.token_ids.tolist() for a in from_lines] == [b.token_ids.tolist() for b in from_parquet]
+
+
+@pytest.mark.parametrize("wrong", [2**70, 2**40, 999_999, -5, 2.7, math.nan, "7", None, [1]])
+def test_a_token_id_that_the_model_does_not_have_is_named(read: Read, wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"row 0: token_ids\[1\] is .* must be an integer from 0 to "):
+        read({"token_ids": [5, wrong], "response_mask": [False, True]})
+    with pytest.raises(InputError, match=r"response_mask\[0\] is 'no'"):
+        read({"token_ids": [5, 6], "response_mask": ["no", True]})

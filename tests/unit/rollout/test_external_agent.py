@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,25 +20,23 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, EngineError, InputError, StaleVersionError
-from rayapp.core.types import Completion, Group, GroupSummary, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import Completion, Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.data_groups import assignment_of
-from rayapp.rollout.external.agent import ExternalAgent
-from rayapp.rollout.external.call import AgentCall
-from rayapp.rollout.external.program import Tail
+from rayapp.rollout.external_agent import ExternalAgent
+from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.group import Assignment, run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.task_groups import TaskGroups
+from rayapp.rollout.sources import TaskGroups, assignment_of
 from rayapp.runs.trajectories import read_groups, write_trajectories
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
-from rayapp.testing.stubs.server import StubServer
+from support.hermes import HermesParser
+from support.stubs.server import StubServer
 
 ASKS = textwrap.dedent(
     """
@@ -82,7 +81,7 @@ class Played:
 @dataclass
 class Bench:
     tokenizer: Any
-    script: Callable[[str, Sequence[int]], str | Sequence[int]]
+    script: Callable[[RequestId, Sequence[int]], str | Sequence[int]]
 
     def engine(self) -> ScriptedEngine:
         engine = ScriptedEngine(
@@ -146,9 +145,9 @@ class Bench:
 @pytest.fixture
 def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
     def make(*turns: str) -> Bench:
-        def script(name: str, ids: Sequence[int]) -> str:
+        def script(request_id: RequestId, ids: Sequence[int]) -> str:
             # Turn 0 is the seat in the cohort, which nobody reads.
-            number = int(name.rpartition("=")[2])
+            number = request_id.turn
             return turns[min(number, len(turns)) - 1] if number else "unread"
 
         return Bench(chat_tokenizer, script)
@@ -240,6 +239,75 @@ async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
     assert played.summary.valid.tolist() == [False]
 
 
+LIMITED = """
+    ask({'role': 'user', 'content': 'hi'})
+    open('answer.txt', 'w').write('#### 42')
+    try: ask({'role': 'user', 'content': 'and?'})
+    except Exception: sys.exit(1)
+"""
+
+
+async def test_a_program_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(
+    bench: Any, tmp_path: Path
+) -> None:
+    b: Bench = bench("I write it.")
+    async with b.agent(command=program(tmp_path, LIMITED), answer_file="answer.txt", max_turns=1) as agent:
+        played = await b.row(agent)
+
+    assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
+
+
+async def test_a_program_that_fails_by_itself_is_scored_where_its_failures_are_the_policys(
+    bench: Any, tmp_path: Path
+) -> None:
+    b: Bench = bench("no JSON")
+    raises = "ask({'role': 'user', 'content': 'hi'}); raise ValueError('no JSON')"
+    async with b.agent(command=program(tmp_path, raises), on_failure="score") as agent:
+        scored = await b.row(agent)
+    async with b.agent(command=program(tmp_path, "raise ValueError"), on_failure="score") as agent:
+        silent = await b.row(agent)
+
+    assert (scored.first.reward.valid, scored.first.reward.value) == (True, 0.0)
+    assert "ValueError: no JSON" in scored.first.agent_output
+    assert not silent.first.reward.valid
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "os.mkfifo('answer.txt')",
+        "os.symlink('/etc/passwd', 'answer.txt')",
+        "os.mkdir('answer.txt')",
+        "[(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]",
+        "os.mkdir('shut'); open('shut/file', 'w'); os.chmod('shut', 0)",
+    ],
+)
+async def test_whatever_an_agent_leaves_in_its_folder_is_no_answer_and_is_removed(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    b: Bench = bench("#### 42")
+    text = f"ask({{'role': 'user', 'content': 'hi'}}); {leave}"
+    async with b.agent(command=program(tmp_path, text), answer_file="answer.txt") as agent:
+        played = await b.row(agent)
+
+    assert (played.first.reward.valid, played.first.completion_text) == (True, "")
+    assert list(scratch.iterdir()) == []
+
+
+async def test_a_function_that_ends_its_process_fails_its_trajectory_alone(bench: Any) -> None:
+    async def leaves(call: AgentCall) -> None:
+        raise SystemExit(3)
+
+    b: Bench = bench("#### 42")
+    async with b.agent(leaves) as agent:
+        played = await b.row(agent)
+
+    assert "SystemExit: 3" in played.first.reward.detail
+
+
 async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_and_what_is_there_is_scored(
     bench: Any, tmp_path: Path
 ) -> None:
@@ -254,7 +322,7 @@ async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_a
         """,
     )
     b: Bench = bench("#### 42")
-    async with b.agent(command=command, timeout_s=5.0) as agent:
+    async with b.agent(command=command, timeout_s=10.0) as agent:
         played = await b.row(agent)
 
     assert played.first.status is RolloutStatus.MAX_TURNS
@@ -267,7 +335,7 @@ async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_a
 WORKER = """
 import asyncio, os, sys
 from pathlib import Path
-from rayapp.rollout.external.program import Tail, environment, run_program
+from rayapp.rollout.external_program import Tail, environment, run_program
 folder = Path(sys.argv[1])
 program = "echo $$ > pids; setsid sh -c 'echo $$ >> pids; touch ready; sleep 600' & sleep 600"
 asyncio.run(run_program(["sh", "-c", program], folder=folder, env=environment(folder, {}), output=Tail(99)))
@@ -343,7 +411,7 @@ class Fails:
     def __init__(self, error: EngineError) -> None:
         self.error = error
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         raise self.error
 
 
@@ -364,14 +432,11 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
+        episode = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
+            engine=b.engine(), sampling=SamplingParams(max_tokens=2000), request_id=RequestId("group", 3, 0)
+        )
 
-        async def score(episode: Any) -> Any:
-            return await agent.score(episode, None)  # type: ignore[arg-type]
-
-        row = agent.assignment("t", ROW.messages, score, {"../../escaped": "x"})
-        played = await b.play(row)
-
-    assert "leads out of the agent's folder" in played.first.reward.detail
+    assert "leads out of the agent's folder" in episode.failure
 
 
 def test_the_end_of_what_a_program_writes_is_kept() -> None:
@@ -403,7 +468,7 @@ def test_arguments_are_filled_in_once() -> None:
             {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
             "both a command and an entry",
         ),
-        ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent: nobody would run it"),
+        ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent, which doesn't use it"),
         (
             {"agent": {"task_agent": "external_agent", "external": {"entry": "a:b", "inside": True}}},
             "a function runs in the rollout worker, and only a command can run in a sandbox",
@@ -460,7 +525,7 @@ def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     agent = ExternalAgent(config, formats, None)
 
     with pytest.raises(InputError, match="an external agent is told text alone"):
-        agent.assignment("t", [{"role": "user", "content": [{"type": "image"}]}], None)  # type: ignore[arg-type]
+        agent.prompt("t", [{"role": "user", "content": [{"type": "image"}]}])
 
 
 INSIDE = textwrap.dedent(
@@ -496,6 +561,21 @@ async def inside(
         bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
     ):
         yield agent, sandboxes
+
+
+async def test_a_program_in_its_sandbox_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(
+    bench: Any,
+) -> None:
+    text = """
+        ask("hi")
+        open("answer.txt", "w").write("#### 42")
+        ask("and?")
+        """
+    b: Bench = bench("I write it.")
+    async with inside(b, text, answer_file="answer.txt", max_turns=1) as (agent, sandboxes):
+        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+
+    assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
 
 
 async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_scored(bench: Any) -> None:
@@ -534,7 +614,7 @@ REMOTE = """
 @asynccontextmanager
 async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxConfig]]:
     """A provider's service on loopback, and the configuration that names it."""
-    module = importlib.import_module(f"rayapp.testing.stubs.{kind}_stub")
+    module = importlib.import_module(f"support.stubs.{kind}_stub")
     stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
     async with stub.running() as url:
         address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
@@ -564,6 +644,36 @@ async def test_an_agent_in_a_remote_sandbox_reaches_the_policy_and_its_sandbox_i
     assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
     assert played.first.agent_output == "sure double ['read.me']\n"
     assert [turn.text for turn in played.first.turns] == ["2 * x", "sure"]
+
+
+async def test_a_remote_agent_holds_200_connections_and_each_is_answered(bench: Any) -> None:
+    text = """
+        import http.client, threading
+        from urllib.parse import urlsplit
+        there = urlsplit(os.environ["OPENAI_BASE_URL"])
+        are_answered, found = threading.Barrier(200), []
+        def look():
+            connection = http.client.HTTPConnection(there.hostname, there.port)
+            headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+            connection.request("GET", there.path + "/models", headers=headers)
+            found.append(connection.getresponse().status)
+            are_answered.wait()  # it stays open until all have been answered
+        threads = [threading.Thread(target=look) for _ in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ask("hi")
+        print(found.count(200))
+        """
+    b: Bench = bench("#### 42")
+    async with (
+        remote_service("e2b") as (_, config),
+        inside(b, text, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
+    ):
+        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+
+    assert played.first.agent_output.strip() == "200", played.first.reward.detail
 
 
 async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) -> None:

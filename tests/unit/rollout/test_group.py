@@ -19,15 +19,15 @@ from rayapp.core.types import (
     Group,
     GroupSummary,
     Prompt,
+    RequestId,
     Reward,
     RolloutStatus,
     SamplingParams,
 )
-from rayapp.engine.vllm_completions import whole_completion
+from rayapp.engine.completions import whole_completion
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
-from rayapp.rollout.sources import judged
-from rayapp.rollout.task_groups import TaskGroups
+from rayapp.rollout.sources import TaskGroups
 from rayapp.tasks.judges.judging import Judging
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
@@ -41,9 +41,9 @@ class Engine:
     hang: frozenset[int] = frozenset()
     seen: list[tuple[str, SamplingParams]] = field(default_factory=list)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         self.seen.append((request_id, sampling))
-        index = int(request_id.rpartition("=")[2])
+        index = request_id.trajectory
         if index in self.hang:
             await asyncio.Event().wait()
         if index in self.fail:
@@ -122,8 +122,8 @@ class QuittingEngine(Engine):
 
     reason: str = "abort"
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        if not request_id.endswith("=3"):
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        if request_id.trajectory != 3:
             return await super().generate(request_id, prompt_ids, sampling)
         log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])
         output = SimpleNamespace(token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason=self.reason)
@@ -137,7 +137,7 @@ def test_a_completion_without_the_experts_of_each_token_is_the_engines_failure(e
         token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason="stop", routed_experts=experts
     )
     with pytest.raises(EngineError, match=r"to return the experts of 4 tokens of group=1, not of [03]$"):
-        whole_completion("group=1", output, (), 3, 0.0, 0.1, num_routed=4)
+        whole_completion(RequestId("group", 1), output, (), 3, 0.0, 0.1, num_routed=4)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
@@ -159,7 +159,7 @@ async def test_an_invalid_verdict_shows_no_reward() -> None:
 
 
 async def test_a_trajectory_that_hangs_is_recorded_at_the_deadline() -> None:
-    group, summary = await run(Engine(hang=frozenset({3})), deadline_s=0.05)
+    group, summary = await run(Engine(hang=frozenset({3})), deadline_s=2.0)
     assert group.trajectories[3].reward.failure_kind == "deadline"
     assert summary.valid.tolist() == [True, True, False, False]
 
@@ -206,7 +206,7 @@ async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_t
 async def test_remax_compares_with_a_greedy_completion_the_last_of_its_group(*, has_greedy_baseline: bool) -> None:
     engine = Engine()
     await run(engine, has_greedy_baseline=has_greedy_baseline)
-    temperatures = {int(request_id.rpartition("=")[2]): sampling.temperature for request_id, sampling in engine.seen}
+    temperatures = {request_id.trajectory: sampling.temperature for request_id, sampling in engine.seen}
     assert temperatures == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0 if has_greedy_baseline else 1.0}
 
 
@@ -228,7 +228,7 @@ class Comparing(Judging):
 
     hangs: bool = False
     compares: bool = True
-    compare_timeout_s: float = 0.6
+    compare_timeout_s: float = 2.5
 
     def __post_init__(self) -> None:
         super().__init__({}, RewardSection())
@@ -246,12 +246,12 @@ async def compared(engine: Engine, *, purpose: str = "group", **comparing: bool)
     assignment = await groups.assignment(replace(request, prompt=0), seed=0)
     group, _ = await run_group(
         request,
-        judged(assignment, Comparing(**comparing), compares=purpose == "group"),
+        replace(assignment, judging=Comparing(**comparing), compares=purpose == "group"),
         engine=engine,
         sampling=SamplingParams(max_tokens=8),
         group_size=4,
         seed=0,
-        deadline_s=1.0,
+        deadline_s=5.0,
     )
     return group
 

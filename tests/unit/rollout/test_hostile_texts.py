@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -17,11 +15,11 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxSource
-from rayapp.core.types import Group, Prompt, SamplingParams, SandboxSpec
+from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.outcome import to_trajectory, with_terms
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.groups import GroupFilter, Page, find_groups
@@ -29,10 +27,12 @@ from rayapp.runs.view.index import GroupIndex
 from rayapp.runs.view.source import open_source
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
+from support.event_loop import nothing_holds_the_loop
+from support.hermes import HermesParser
 
 LOOP_HOLD_S = 0.2
 """Of processor time, for which one text may keep all other trajectories of a worker waiting."""
@@ -122,27 +122,6 @@ class NoSandboxes:
         return None
 
 
-@contextlib.asynccontextmanager
-async def nothing_holds_the_loop() -> AsyncIterator[None]:
-    """Raises AssertionError: between two looks the loop's thread computed for longer than one text may cost."""
-    longest_s = 0.0
-
-    async def look() -> None:
-        nonlocal longest_s
-        while True:
-            before = time.thread_time()
-            await asyncio.sleep(0.001)
-            longest_s = max(longest_s, time.thread_time() - before)
-
-    looking = asyncio.create_task(look())
-    try:
-        yield
-        await asyncio.sleep(0.002)
-    finally:
-        looking.cancel()
-    assert longest_s < LOOP_HOLD_S
-
-
 async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
     tools = ToolSet([Say(result)])
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
@@ -156,7 +135,9 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
         end_id=tokenizer.eos_token_id,
     )
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(messages)))
-    return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id="t")
+    return await loop.run(
+        prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id=RequestId("group", 0)
+    )
 
 
 def shown(folder: Path, tokenizer: Any) -> str:
@@ -179,11 +160,11 @@ def shown(folder: Path, tokenizer: Any) -> str:
 async def test_whatever_a_policy_and_its_tools_write_is_data(
     turns: list[str], result: str, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    async with nothing_holds_the_loop():
+    async with nothing_holds_the_loop(LOOP_HOLD_S, time.thread_time):
         episode = await play(chat_tokenizer, turns, result)
         answer = Answer(completion_text=episode.final_text, data_source="openai/gsm8k", ground_truth="7", extra_info={})
         nowhere = cast(SandboxSource, NoSandboxes())
-        reward = await score_answer(answer, AnswerRewards(format_weight=0.1), nowhere)
+        reward = await score_answer(answer, AnswerRewards(weights=Weights(format=0.1)), nowhere)
         # The text as an engine could hand it on, which no tokenizer has cleaned.
         prompt = Prompt(task="double", text="", token_ids=np.zeros(1, np.int32), prefill=TASK.answer_prefix)
         code_reward = await TASK.score(prompt, turns[0], nowhere, seed=0)

@@ -18,17 +18,24 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import RolloutStatus
-from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.curriculum import Curriculum
-from rayapp.rollout.mixing import Mixing
-from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index, sampling_seed, scoring_seed
-from rayapp.rollout.sources import RunGroups, open_groups
-from rayapp.rollout.task_groups import TaskGroups
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.rollout.group import _scored
+from rayapp.rollout.order import (
+    ANY_VERSION,
+    GroupRequest,
+    Mixing,
+    evaluation_seed,
+    prompt_index,
+    sampling_seed,
+    scoring_seed,
+)
+from rayapp.rollout.recorder import Episode, EpisodeEnd
+from rayapp.rollout.sources import RunGroups, TaskGroups, open_groups
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
-from rayapp.testing.stubs.judge_stub import JudgeStub
-from rayapp.testing.summaries import summary_of
+from support.stubs.judge_stub import JudgeStub
+from support.summaries import summary_of
 
 RATIOS = st.lists(st.floats(0.001, 100.0) | st.integers(1, 9), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -263,7 +270,7 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
             found = {}
             for group_id in range(2):
                 assignment = await groups.assignment(request(group_id), seed=7)
-                found[assignment.prompt.source] = await assignment.score(said("aaaa"))
+                found[assignment.prompt.source] = await _scored(assignment, said("aaaa"))
             await groups.close()
             stub.said = "prose"
             with pytest.raises(ConfigError, match="judge q answered no JSON: 'prose'"):

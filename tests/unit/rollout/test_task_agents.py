@@ -17,24 +17,25 @@ from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
-from rayapp.core.types import Group, GroupSummary, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_agent_loop
-from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agents import TaskAgents
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.task_agents import TaskAgents
-from rayapp.rollout.task_groups import TaskGroups
+from rayapp.rollout.recorder import AgentLimits
+from rayapp.rollout.sources import TaskGroups
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task
 from rayapp.tasks.repository.task import RepositoryTask
+from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolContext
+from support.hermes import HermesParser
 
 TASK = CodingTask(
     name="double",
@@ -107,13 +108,12 @@ class Bench:
                 make_parser=lambda *_: HermesParser(),
             )
 
-        agents = TaskAgents(make_loop, max_prompt_tokens=8000, tool_weight=tool_weight)
+        agents = TaskAgents(make_loop, max_prompt_tokens=8000, weights=Weights(tool=tool_weight))
         groups = TaskGroups(await agents.prompted([task]), (), self.sandboxes, agents)
         request = GroupRequest(group_id=7, policy_version=0)
 
-        def said(request_id: str, prompt_ids: Sequence[int]) -> str:
-            _, trajectory, turn = (int(part.partition("=")[2]) for part in request_id.split("/"))
-            return say(trajectory, turn)
+        def said(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
+            return say(request_id.trajectory, request_id.turn)
 
         engine = ScriptedEngine(self.encode, self.tokenizer.decode, said, end_id=self.tokenizer.eos_token_id)
         assignment = await groups.assignment(request, seed=0)

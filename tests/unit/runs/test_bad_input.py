@@ -25,17 +25,17 @@ from rayapp.core.errors import (
     StorageUnreachableError,
     UserError,
 )
+from rayapp.runs.compatibility import FORMAT, check_format
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.format import FORMAT, check_format
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
 from rayapp.storage.opening import open_storage
-from rayapp.testing.ports import free_port
-from rayapp.testing.runs import hostile_group
-from rayapp.testing.storage.faulty_proxy import Fault
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
+from support.ports import free_port
+from support.runs import hostile_group
+from support.storage.faulty_proxy import Fault
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from support.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 BUCKET = "runs"
@@ -73,7 +73,7 @@ def start(config: Config) -> None:
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("rayapp.storage.s3.retry.backoff_s", lambda *_, **__: 0.01)
+    monkeypatch.setattr("rayapp.storage.s3.requests.backoff_s", lambda *_, **__: 0.01)
 
     with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 6 tries.*Check the endpoint"):
         start(config(tmp_path))
@@ -126,7 +126,7 @@ def test_places_that_are_none_are_told_with_the_other_wrong_keys(tmp_path: Path)
 
 
 def test_a_model_with_an_impossible_bucket_name(tmp_path: Path) -> None:
-    from rayapp.storage.models.prefetch import with_local_model
+    from rayapp.storage.models.fetch import with_local_model
 
     with pytest.raises(StorageConfigError, match="is no bucket name"):
         with_local_model(Config.model_validate({"model": {"path": "s3://A/b"}}))

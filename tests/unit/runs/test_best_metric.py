@@ -10,7 +10,7 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import ConfigError
-from rayapp.runs.best_metric import BestMetric
+from rayapp.driver.run import BestMetric
 from rayapp.runs.checkpoints import CheckpointFolder
 
 STEP = {"learner/share_computed": 1.0, "learner/entropy": 2.0, "reward/mean": 0.5, "task/a/reward/mean": 0.5}

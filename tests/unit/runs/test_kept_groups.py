@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rayapp.core.summaries import summarize_group
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord, VersionSpan
-from rayapp.runs.kept_groups import FOLDER, KeptGroups
+from rayapp.runs.checkpoints import FOLDER, KeptGroups
 
 
 def group(group_id: int) -> Group:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.sync import sync
+from rayapp.cli.main import sync_command
 from rayapp.config.config import Config
+from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import (
     RunFolderError,
     StorageBucketError,
@@ -25,13 +26,14 @@ from rayapp.core.errors import (
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.mirror import lock as locks
 from rayapp.runs.mirror.mirror import Patience, RunMirror, mirroring
+from rayapp.runs.mirror.restore import prune
 from rayapp.storage.folders import MANIFEST
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings, Transfer
-from rayapp.testing.ports import free_port
-from rayapp.testing.storage.faulty_proxy import Fault
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
+from support.ports import free_port
+from support.storage.faulty_proxy import Fault
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from support.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
@@ -223,6 +225,53 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
     assert "step=000002 is damaged and passed over" in caplog.text
 
 
+def test_a_checkpoint_that_the_disk_damaged_after_it_was_fetched_is_fetched_again_or_the_one_before_it(
+    config: Config, settings: S3Settings, opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flip_a_bit_of_the_newest(mirror: RunMirror) -> RunFolder:
+        folder = RunFolder(config.run_folder, config, mirror)
+        newest = folder.checkpoints.latest()
+        assert newest is not None
+        (newest.path / "learner" / "weights").write_bytes(bytes([newest.version ^ 1]) * 1000)
+        return folder
+
+    with opened():
+        step(config.run_folder, 1)
+        save(config, 1, score=0.9)  # the best one, kept beside the newest
+        step(config.run_folder, 2)
+        wait_until(lambda: f"checkpoints/step=000001/{MANIFEST}" in there(config, settings))
+        save(config, 2, score=0.1)
+    with opened() as mirror:
+        again = flip_a_bit_of_the_newest(mirror).checkpoints.verified()
+        assert again is not None
+        assert again.version == 2
+        older = flip_a_bit_of_the_newest(mirror)
+        older.checkpoints.refuse(again.path, "its weights are no numbers")
+        found = older.checkpoints.verified()
+        assert found is not None
+        assert (found.version, (found.path / "learner" / "weights").read_bytes()) == (1, bytes([1]) * 1000)
+        older.truncate_after(1)
+
+
+def test_what_the_bucket_no_longer_holds_as_it_was_sent_never_takes_the_place_of_a_good_checkpoint(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    both = config.model_copy(update={"checkpoint": CheckpointSection(keep_last=2)})
+    config.run_folder.mkdir(parents=True)
+    with mirroring(both, config.run_folder, settings=settings, patience=QUICK):
+        for number in (1, 2):
+            step(config.run_folder, number)
+            save(both, number)
+
+    async def damage_and_prune() -> None:
+        async with open_storage(config.run_uri, settings=settings) as storage:
+            await storage.put_bytes(b"x" * 1000, "checkpoints/step=000002/learner/weights")
+            assert await prune(storage, 1, 0) == []
+
+    asyncio.run(damage_and_prune())
+    assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
+
+
 def test_checkpoints_that_are_neither_recent_nor_best_are_deleted_there(
     config: Config, settings: S3Settings, opened
 ) -> None:
@@ -263,7 +312,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_is_made_up_for(
         assert mirror.metrics()["storage/pending_files"] == 2.0
         proxy.plan = lambda _: None
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
-    assert caplog.text.count("nothing can be uploaded now") == 1  # told once, however often it is tried
+    assert caplog.text.count("uploads fail for now") == 1  # told once, however often it is tried
     assert "go on" in caplog.text
 
 
@@ -290,7 +339,7 @@ def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_
     proxy.plan = lambda _: None
     for name, value in environment(settings).items():
         monkeypatch.setenv(name, value)
-    sync(folder)
+    sync_command(folder)
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
     assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
     assert not folder.exists()
@@ -307,7 +356,7 @@ def environment(settings: S3Settings) -> dict[str, str]:
 
 def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is no staging folder of a run on s3://"):
-        sync(tmp_path)
+        sync_command(tmp_path)
 
 
 def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, settings: S3Settings, opened) -> None:

@@ -14,15 +14,15 @@ from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import RunFolderError, StorageCorruptError, StorageTakenError
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.mirror import lock as lock_module
-from rayapp.runs.mirror import remote_checkpoints
-from rayapp.runs.mirror.layout import folder_stamp, last_step, loose_files, trajectory_step
-from rayapp.runs.mirror.ledger import Ledger
+from rayapp.runs.mirror import restore
+from rayapp.runs.mirror.layout import Ledger, folder_stamp, last_step, loose_files, trajectory_step
 from rayapp.runs.mirror.lock import Holder, acquire, last_generation
-from rayapp.runs.mirror.restore import prepare
+from rayapp.runs.mirror.restore import fetch_again, prepare
 from rayapp.runs.mirror.upload import Uploader
 from rayapp.storage.local import LocalStorage
 
 QUICK = {"lease_s": 0.4, "poll_s": 0.02, "settle_s": 0.0}
+PATIENT = QUICK | {"lease_s": 30.0}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_a_holder_that_beats_is_not_disturbed(bucket: LocalStorage) -> Non
 
     beating = asyncio.create_task(beat())
     with pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on \S+, which is alive"):
-        await acquire(bucket, **QUICK)
+        await acquire(bucket, **PATIENT)
     beating.cancel()
     assert first.lost == ""
 
@@ -134,7 +134,7 @@ async def test_a_lock_that_can_not_be_read_is_held_until_its_lease_has_ended(buc
 
     beating = asyncio.create_task(beat())
     with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which is alive"):
-        await acquire(bucket, **QUICK)
+        await acquire(bucket, **PATIENT)
     beating.cancel()
 
 
@@ -238,7 +238,7 @@ async def test_a_checkpoint_has_a_checksum_of_every_file_there(bucket: LocalStor
     save(staging, 2)
     await uploader(bucket, staging).folders()
 
-    (found,) = await remote_checkpoints.whole_checkpoints(bucket)
+    (found,) = await restore.whole_checkpoints(bucket)
     assert found.described.version == 2
     assert len(found.manifest["sha256"]["learner/weights"]) == 64
 
@@ -263,11 +263,11 @@ async def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_never_fetched(
         case _:
             (folder / "learner" / "weights").write_bytes(b"x" * 10)
 
-    found = await remote_checkpoints.whole_checkpoints(bucket)
+    found = await restore.whole_checkpoints(bucket)
 
     if damage == "other bytes":
         with pytest.raises(StorageCorruptError):
-            await remote_checkpoints.fetch(bucket, found[-1], tmp_path / "elsewhere")
+            await restore.fetch(bucket, found[-1], tmp_path / "elsewhere")
         assert not (tmp_path / "elsewhere" / "checkpoints" / "step=000002").exists()
     else:
         assert [checkpoint.described.version for checkpoint in found] == [1]
@@ -282,7 +282,7 @@ async def test_pruning_keeps_the_newest_and_the_best_and_removes_torn_ones_befor
     await bucket.delete("checkpoints/step=000003/manifest.json")
     await bucket.put_bytes(b"on its way", "checkpoints/step=000005/learner/weights")
 
-    gone = await remote_checkpoints.prune(bucket, 1, 1)
+    gone = await restore.prune(bucket, 1, 1)
 
     assert sorted(gone) == ["checkpoints/step=000001", "checkpoints/step=000003"]
     left = {key.split("/")[1] for key in await keys(bucket) if key.startswith("checkpoints/")}
@@ -293,6 +293,8 @@ async def test_trajectories_of_steps_that_are_taken_again_are_deleted_and_sent_a
     bucket: LocalStorage, staging: Path
 ) -> None:
     (staging / "trajectories").mkdir()
+    (staging / "evaluations").mkdir()
+    (staging / "evaluations/step=000003.parquet").write_bytes(b"old")
     for step in (1, 2, 3):
         (staging / f"trajectories/step={step:06d}.parquet").write_bytes(b"old")
     sending = uploader(bucket, staging)
@@ -300,6 +302,7 @@ async def test_trajectories_of_steps_that_are_taken_again_are_deleted_and_sent_a
 
     (staging / "trajectories/step=000002.parquet").write_bytes(b"new")
     (staging / "trajectories/step=000003.parquet").unlink()
+    (staging / "evaluations/step=000003.parquet").unlink()
     sending.cut_after = 1
     assert len(sending.pending()) == 1
     await sending.files()
@@ -346,9 +349,51 @@ async def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_the_one_th
     assert {key.split("/")[1] for key in await keys(bucket) if "manifest" in key} == {"step=000005"}
     save(empty, 6)  # and the step of the damaged one is sent when it has been taken again
     await going_on.folders(is_final=True)
-    (found,) = await remote_checkpoints.whole_checkpoints(bucket)
+    (found,) = await restore.whole_checkpoints(bucket)
     assert found.described.version == 6
     assert await bucket.get_bytes("checkpoints/step=000006/learner/weights") == bytes([6]) * 10
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+
+
+async def test_a_checkpoint_that_the_disk_damaged_after_its_commit_is_never_sent_and_the_one_before_it_stays(
+    bucket: LocalStorage, staging: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sending = uploader(bucket, staging, keep_last=1)
+    save(staging, 2)
+    await sending.folders(is_final=True)
+    flip_a_bit(save(staging, 4) / "learner" / "weights")
+
+    await sending.folders(is_final=True)
+    await sending.folders(is_final=True)
+    await sending.files()
+
+    (found,) = await restore.whole_checkpoints(bucket)
+    assert found.described.version == 2
+    assert sending.pending() == {}  # it is refused, not tried for ever
+    assert (
+        caplog.text.count("step=000004 was not uploaded and is refused: learner/weights is not what was written") == 1
+    )
+
+
+async def test_a_checkpoint_that_the_bucket_damaged_is_passed_over_for_the_one_before_it(
+    bucket: LocalStorage, staging: Path, tmp_path: Path
+) -> None:
+    for version in (2, 4):
+        save(staging, version)
+    await uploader(bucket, staging, keep_last=9).folders()
+    flip_a_bit(Path(bucket.uri) / "checkpoints/step=000004/learner/weights")
+    tried: set[int] = set()
+
+    assert await fetch_again(bucket, tmp_path / "empty", 4, tried)
+
+    assert [path.name for path in (tmp_path / "empty" / "checkpoints").glob("step=*")] == ["step=000002"]
+    assert tried == {2, 4}
+    assert not await fetch_again(bucket, tmp_path / "empty", 4, tried)  # none is left
 
 
 async def test_a_finished_run_is_seen_as_finished_on_an_empty_machine(

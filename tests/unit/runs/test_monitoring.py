@@ -96,7 +96,7 @@ def test_providers_and_causes_become_labels() -> None:
 
 def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
     # The scalars of the sandbox pool, which reports by itself.
-    from rayapp.sandbox.pool.stats import PoolStats
+    from rayapp.sandbox.pool.waiting import PoolStats
 
     stats = PoolStats(lambda: 0.0).scalars(num_leased=1, num_waiting=2, sources=[])
 
@@ -107,7 +107,7 @@ def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
 
 def test_engine_load_is_read_off_vllms_statistics() -> None:
     stats = pytest.importorskip("vllm.v1.metrics.stats")
-    from rayapp.engine.vllm_stats import EngineLoad
+    from rayapp.engine.vllm_output import EngineLoad
 
     load = EngineLoad()
     logger = load.factory(None, 0)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayapp.core.types import GroupSummary
-from rayapp.runs.tracking.pass_at_k import ladder, pass_at_k, summarize_passes
-from rayapp.testing.summaries import summary_of
+from rayapp.runs.tracking.metrics import ladder, pass_at_k, summarize_passes
+from support.summaries import summary_of
 
 
 @pytest.mark.parametrize("num_right", range(6))

@@ -15,7 +15,7 @@ from rayapp.core.types import Fork, Group, Prompt, Reward, Trajectory
 from rayapp.rollout.demonstrations import _of_tokens
 from rayapp.runs.selecting import Selection, select_from_run
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 
 def group(group_id: int, prompt: str, *rewards: float) -> Group:
@@ -59,10 +59,11 @@ def test_a_rollout_that_forks_is_learned_from_as_the_tree_that_it_is(tmp_path: P
     select_from_run(tmp_path / "run", out, Selection(min_reward=1.0))
 
     (row,) = pq.read_table(out).to_pylist()
-    assert _of_tokens(row).forks == (Fork(start=2, after=0),)
+    vocabulary = range(1000)
+    assert _of_tokens(row, vocabulary).forks == (Fork(start=2, after=0),)
     for wrong in ({"start": 3, "after": 0}, {"start": 1, "after": 1}, {"start": 0, "after": -1}):
         with pytest.raises(ValueError, match="forks must have a start within the tokens"):
-            _of_tokens(row | {"forks": [wrong]})
+            _of_tokens(row | {"forks": [wrong]}, vocabulary)
 
 
 def test_the_command_says_how_many_it_took(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,15 +272,15 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
     imports = re.compile(r"^\s*(from|import) mlflow\b", re.MULTILINE)
 
     importing = {name for name, text in sources.items() if imports.search(text)}
-    assert importing == {"rayapp/runs/tracking/mlflow_tracker.py", "rayapp/runs/tracking/mlflow_traces.py"}
+    assert importing == {"rayapp/runs/tracking/mlflow_tracker.py"}
     assert [name for name, text in sources.items() if "mlflow_tracker import" in text] == [
         "rayapp/runs/tracking/trackers.py"
     ]
     # The two commands that are drivers.
     assert {name for name, text in sources.items() if "trackers import" in text and "make_trackers" in text} == {
         "rayapp/driver/loop.py",
-        "rayapp/driver/offline/replay.py",
-        "rayapp/driver/offline/sft.py",
+        "rayapp/driver/replay.py",
+        "rayapp/driver/sft.py",
     }
 
 

@@ -22,10 +22,9 @@ from rich.console import Console
 from rayapp.core.types import FloatArray, GroupSummary
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, NotebookConsole, duration, sparkline, step_line
-from rayapp.runs.tracking.jsonl import JsonlTracker, read_metrics
-from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.runs.tracking.metrics import JsonlTracker, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
-from rayapp.testing.summaries import summary_of
+from support.summaries import summary_of
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
@@ -386,3 +385,29 @@ def test_a_run_without_a_step_has_no_plot(tmp_path: Path) -> None:
     write_reward_plot(tmp_path)
 
     assert not (tmp_path / "rewards.png").exists()
+
+
+def test_a_run_without_signal_warns_once_and_says_so_again_when_it_ends() -> None:
+    stream = io.StringIO()
+    tracker = RunTracker({}, LineConsole(9, stream))
+    silent, good = {"learner/share_computed": 0.0}, {"learner/share_computed": 0.5}
+
+    for step, metrics in enumerate([silent, silent, good, silent, silent, silent, silent], 1):
+        tracker.log(step, metrics)
+    during = stream.getvalue()
+    tracker.close()
+
+    assert during.count("warning: no signal in the last 3 steps") == 1
+    assert "warning: 6 of 7 steps had no signal" in stream.getvalue().removeprefix(during)
+
+
+@pytest.mark.parametrize(("shares", "is_warned"), [([0, 0, 0], True), ([0, 0, 0, 0.1], False), ([0, 0], False)])
+def test_the_page_warns_while_the_last_steps_have_no_signal(shares: list[float], is_warned: bool) -> None:
+    assert bool(warning_of([{"step": 0.0}, *({"learner/share_computed": share} for share in shares)])) == is_warned
+
+
+def test_a_step_whose_rewards_are_all_equal_has_no_signal_although_a_kl_is_computed_unless_a_teacher_teaches() -> None:
+    with_kl = {"learner/share_computed": 1.0, "reward/std": 0.0}
+
+    assert warning_of([with_kl] * 3)
+    assert not warning_of([with_kl | {"distillation/kl": 0.5}] * 3)

@@ -26,7 +26,7 @@ from rayapp.core.types import (
     TurnRecord,
 )
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
-from rayapp.testing.learners import sampled
+from support.learners import sampled
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step=000001.parquet"
     path.write_bytes(b"PAR1 and then the disk was full")
 
-    with pytest.raises(InputError, match=r"step=000001\.parquet is no readable parquet file"):
+    with pytest.raises(InputError, match=r"step=000001\.parquet is not a readable parquet file"):
         read_groups(path)
 
 
@@ -227,7 +227,7 @@ def test_a_changed_byte_is_not_read_as_other_tokens(tmp_path: Path) -> None:
     data[column.dictionary_page_offset + column.total_compressed_size // 2] ^= 0x10
     file.write_bytes(data)
 
-    with pytest.raises(InputError, match=r"is no readable parquet file: .*CRC"):
+    with pytest.raises(InputError, match=r"is not a readable parquet file: .*CRC"):
         read_groups(file)
 
 

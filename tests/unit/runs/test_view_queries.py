@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,20 @@ from hypothesis import strategies as st
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.advantages import group_advantages
-from rayapp.runs.view.curves import Metrics, curve
-from rayapp.runs.view.details import cut, read_group, read_trajectory, turns_of
-from rayapp.runs.view.diff import diff_lines
+from rayapp.runs.view.curves import PANELS, Metrics, Panel, curve, keys_of_panel
+from rayapp.runs.view.details import (
+    cut,
+    diff_lines,
+    group_advantages,
+    read_group,
+    read_trajectory,
+    token_texts,
+    turns_of,
+)
 from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, preview, same_prompt
-from rayapp.runs.view.index import GroupIndex
-from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
+from rayapp.runs.view.index import GroupIndex, TextSearch
 from rayapp.runs.view.run import ViewedRun, run_state
-from rayapp.runs.view.search import TextSearch
 from rayapp.runs.view.source import open_source, run_uris
-from rayapp.runs.view.tokens import token_texts
 
 
 def trajectory(reward: float, *, status: str = "scored", text: str = "x = 1", terms: dict[str, float] | None = None):
@@ -485,3 +489,16 @@ def test_a_long_search_answers_in_time_and_goes_on_when_it_is_asked_again(run: P
 
     assert (first.num_searched, first.num_files, first.groups) == (1, 2, ("2:2",))
     assert (second.num_searched, second.groups) == (2, ("2:2", "1:0"))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("a\nb\n" * 750, "b\na\na\n" * 500), ("\n".join(["a b " * 250] * 1500), "\n".join(["b  a " * 200] * 1500))],
+    ids=["two lines again and again", "two words again and again"],
+)
+def test_texts_that_repeat_themselves_cost_seconds_at_most_and_stay_whole(left: str, right: str) -> None:
+    began_s = time.process_time()
+    rows = diff_lines(left, right)
+    assert time.process_time() - began_s < 8.0  # 19 without a budget
+    shown = "\n".join("".join(piece for piece, _ in row["left"]) for row in rows if row["left"])
+    assert shown.removesuffix("\n… 1 more lines") == left.removesuffix("\n")

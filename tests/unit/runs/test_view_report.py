@@ -13,7 +13,7 @@ from rayapp.cli.main import run as run_command
 from rayapp.core.errors import InputError
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.report import headlines, settings, write_report
-from rayapp.testing.runs import HOSTILE_TEXTS, hostile_group
+from support.runs import HOSTILE_TEXTS, hostile_group
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
 from rayapp.storage.opening import open_storage
-from rayapp.testing.runs import hostile_group
+from support.runs import hostile_group
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
-from rayapp.testing.ports import free_port
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.testing.storage.threads import make_bucket
+from support.ports import free_port
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from support.storage.threads import make_bucket
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.security import Guard, is_loopback
 from rayapp.runs.view.server import answer, make_app
 from rayapp.runs.view.source import open_source
-from rayapp.testing.runs import hostile_group
+from support.runs import hostile_group
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "<script>document.title='owned'</script>"
@@ -103,6 +103,24 @@ async def test_a_foreign_name_for_this_machine_is_refused(run: Path) -> None:
         assert (await browser.get("/api/runs")).status_code == 403
     async with client(run, host="localhost") as browser:
         assert (await browser.get("/api/runs")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/api/runs", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ("/api/runs", {"sec-fetch-site": "same-site", "sec-fetch-mode": "navigate"}, 403),
+        ("/api/runs", {"origin": "https://evil.example"}, 403),
+        ("/api/runs", {"origin": "http://127.0.0.1:9999"}, 403),
+        ("/api/runs", {"origin": "http://127.0.0.1:8088", "sec-fetch-site": "same-origin"}, 200),
+        ("/", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
+    ],
+)
+async def test_a_page_of_another_site_makes_this_one_compute_nothing(
+    run: Path, path: str, headers: dict[str, str], status: int
+) -> None:
+    async with client(run) as browser:
+        assert (await browser.get(path, headers=headers)).status_code == status
 
 
 async def test_with_a_token_nobody_looks_without_it_and_the_address_loses_it(run: Path) -> None:
@@ -283,4 +301,7 @@ def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> 
     )
 
     assert done.returncode == 2
-    assert done.stderr == f"error: rayapp {command} needs the package duckdb: pip install 'rayapp[view]'\n"
+    assert (
+        done.stderr
+        == f"error: rayapp {command} needs the package duckdb: make venv, or pip install '.[view]' in a clone\n"
+    )

@@ -19,12 +19,12 @@ from rayapp.core.errors import (
     StorageExistsError,
     StorageNotFoundError,
 )
-from rayapp.core.location import Location, check_key
+from rayapp.core.files import Location, check_key
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, put_folder, read_manifest
 from rayapp.storage.local import LocalStorage
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.retry import backoff_s
+from rayapp.storage.s3.requests import backoff_s
 from rayapp.storage.settings import settings_from_environment
 
 

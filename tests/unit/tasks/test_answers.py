@@ -21,6 +21,7 @@ from rayapp.tasks.answer_rules import CODE_SOURCES, GSM8K, NAMES, find_rule, for
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.custom_rewards import CustomReward, load_function
 from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
+from rayapp.tasks.verdict import ToolRewards, Weights
 from scripts.problems import generate
 
 STRICT = AnswerRewards()
@@ -101,6 +102,21 @@ not_callable = 3
 """
 
 
+@pytest.mark.parametrize("data_source", [name for name in NAMES if find_rule(name) is not None and name != "aime…"])
+async def test_every_rule_reads_the_form_that_messages_name_for_it(data_source: str) -> None:
+    rule = find_rule(data_source)
+    assert rule is not None
+    truth: Any = {"target": ["Paris", "paris"]} if rule.truth == "targets" else "72"
+    right = rule.right_answer(truth)
+
+    verdict = await score_answer(
+        Answer(completion_text=right, data_source=data_source, ground_truth=truth, extra_info={}), STRICT, NO_SANDBOXES
+    )
+
+    assert verdict.value == 1.0
+    assert rule.is_asked_for(f"Think, then end with {right}")
+
+
 @pytest.fixture
 def module(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
@@ -109,8 +125,8 @@ def module(tmp_path: Path) -> Path:
 
 
 async def verdict(text: str, rewards: AnswerRewards = STRICT, *, source: str = GSM8K, tool: float = 0.0) -> Reward:
-    answer = Answer(completion_text=text, data_source=source, ground_truth="12", extra_info={}, tool_reward=tool)
-    return await score_answer(answer, rewards, NO_SANDBOXES)
+    answer = Answer(completion_text=text, data_source=source, ground_truth="12", extra_info={})
+    return await score_answer(answer, rewards, NO_SANDBOXES, tools=ToolRewards(calls=tool))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +156,7 @@ async def test_a_readable_wrong_answer_may_be_worth_something_but_is_not_solved(
 
 
 async def test_every_term_is_recorded_and_weighed() -> None:
-    reward = await verdict("think\n#### 12", AnswerRewards(format_weight=0.2, tool_weight=0.5), tool=-0.05)
+    reward = await verdict("think\n#### 12", AnswerRewards(weights=Weights(format=0.2, tool=0.5)), tool=-0.05)
 
     assert reward.terms == {
         "pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05,
@@ -306,7 +322,7 @@ async def test_a_rule_that_raises_gives_no_verdict() -> None:
 
 
 async def test_a_reward_that_is_no_number_of_32_bits_gives_no_verdict() -> None:
-    reward = await verdict("#### 12", AnswerRewards(tool_weight=1.0), tool=math.inf)
+    reward = await verdict("#### 12", AnswerRewards(weights=Weights(tool=1.0)), tool=math.inf)
 
     assert (reward.valid, reward.failure_kind) == (False, "reward_nonsense")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
+import textwrap
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +21,12 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.checks import TaskReport, audit
-from rayapp.tasks.audit.coding import coding_subject
-from rayapp.tasks.audit.subject import Answer, Subject
-from rayapp.tasks.audit.subjects import subjects_of, task_subject
+from rayapp.tasks.audit.hunt import holds_expression, places_of
+from rayapp.tasks.audit.subject import Attempt, Subject
+from rayapp.tasks.audit.subjects import coding_subject, subjects_of, task_subject
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.generators import GeneratedTask
 
@@ -36,7 +39,7 @@ DOUBLE: dict[str, Any] = {
     "tests": ("-3", "7", "rng.randint(100, 999)", "rng.randint(1000, 9999)"),
     "reference": "2 * x",
 }
-SLOW = "def double(x):\n    import time\n    time.sleep(0.12)\n    return 2 * x\n"
+SLOW = "def double(x):\n    import time\n    time.sleep(2.2)\n    return 2 * x\n"
 SOLUTION = "def double(x):\n    twice_the_integer = x + x\n    return twice_the_integer\n"
 
 
@@ -81,7 +84,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
         ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
-        ({"demonstrations": [SLOW], "timeout_s": 0.2, "tests": ("4",)}, "slow: test 1, 4, of seed 0: the"),
+        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests, the slowest test 1, 4"),
     ],
     ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
 )  # fmt: skip
@@ -103,10 +106,10 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
     async def score(answer: str, source: SandboxSource, seed: int) -> Reward:
         return Reward(value=float("os._exit" in answer))
 
-    cheat = Answer(name="ends its process", text="os._exit(0)")
+    cheat = Attempt(name="ends its process", text="os._exit(0)")
     subject = Subject(
         name="exits", kind="own", prompt="Do it.", tests_key="1", score=score, solution=None,
-        nothing=(Answer(name="an empty answer", text=""),), cheats=(cheat,),
+        nothing=(Attempt(name="an empty answer", text=""),), cheats=(cheat,),
     )  # fmt: skip
     found = await audited(sandboxes, subject)
 
@@ -125,11 +128,18 @@ async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: Sandbo
     assert [(report.task, report.solution) for report in found.reports] == [("sums[0]", "2/2"), ("sums[6570]", "2/2")]
 
 
+async def test_a_generated_problem_without_an_answer_of_its_own_has_no_solution(sandboxes: SandboxSource) -> None:
+    task = GeneratedTask(name="boxes", prompt="Move?", answer=None, options="{}", index=0, is_compared=True)
+
+    (report,) = (await audited(sandboxes, task_subject(task))).reports
+    assert (report.solution, report.findings) == ("none", ())
+
+
 async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
     sandboxes: SandboxSource, tmp_path: Path
 ) -> None:
     (tmp_path / "walk.yaml").write_text("{environment: openenv, url: 'http://127.0.0.1:1', size: 1}")
-    with pytest.raises(InputError, match="walk is an environment: its verdict is on what is done in it"):
+    with pytest.raises(InputError, match="walk is an environment: it scores its own episodes"):
         await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
 
 
@@ -204,3 +214,84 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
     assert "1 tasks audited, 0 with findings" in capsys.readouterr().out
     assert await asyncio.to_thread(run, ["task", "audit", "sort_number"]) == 2
     assert "did you mean sort_numbers?" in capsys.readouterr().err
+
+
+async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sandboxes: SandboxSource) -> None:
+    prompt = "Write double(x).\n\n    >>> double(4)\n    8\n\n`double(0)` returns 0. double(x) == x + x"
+    wrong = await of_task(sandboxes, prompt=prompt, reference="x ** 2 if x else 1")
+    right = await of_task(sandboxes, prompt=prompt)
+
+    assert [line for line in wrong.said if line.startswith("solution")] == [
+        "solution: task double: the reference fails the prompt's example, double(4) gives 8: it gives `16`",
+        "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
+    ]
+    assert right.said == []
+    assert "nothing to hold it against" in (await of_task(sandboxes)).reports[0].notes["reference"]
+    assert "reference" not in right.reports[0].notes
+
+
+async def test_a_solution_that_is_right_this_year_alone_is_told(sandboxes: SandboxSource) -> None:
+    dated = "def double(x):\n    import datetime\n    return x * (2 if datetime.date.today().year < {} else 3)\n"
+    this_year = datetime.date.today().year  # noqa: DTZ011
+    now, always = [
+        await of_task(sandboxes, demonstrations=[dated.format(year)], tests=("4", "1000"))
+        for year in (this_year + 1, this_year + 9)
+    ]
+
+    (told,) = now.said
+    assert told.startswith("clock: the solution passes today and fails with the clock a year ahead: test 1, 4")
+    assert always.said == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_told"),
+    [("It is x**3.", True), ("It is `x ** 3`.", True), ("It is max**3 or x**30.", False), ("Cube x.", False)],
+)
+async def test_a_short_solution_in_the_prompt_is_told_white_space_aside(prompt: str, is_told: bool) -> None:
+    assert holds_expression(prompt, "x ** 3") is is_told
+
+
+async def test_a_function_of_one_letter_is_no_finding(sandboxes: SandboxSource) -> None:
+    f: dict[str, Any] = {"prompt": "Write f(x), which returns twice x.", "func_name": "f", "signature": "def f(x):"}
+
+    assert (await of_task(sandboxes, **f)).said == []
+
+
+ORACLE = """
+def total(values):
+    result = 0
+    for number, value in enumerate(values):
+        if value is not None and number % 2 == 0:
+            result += value * 17
+    return result
+"""
+RENAMED = ORACLE.replace("total", "f").replace("values", "xs").replace("result", "r").replace("number", "i")
+WRAPPED = "\n".join(textwrap.wrap(base64.b64encode(ORACLE.encode()).decode(), 76))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# notes\n{ORACLE}\n# end",
+        ORACLE.replace(" ", "  ").replace("\n", "\n\n"),
+        f"import os\n{RENAMED}",
+        f"a note\n{WRAPPED}\n",
+        f"KEY = '{base64.urlsafe_b64encode(ORACLE.encode()).decode()}'",
+        f"dump: {ORACLE.encode().hex()}",
+        base64.b64encode(RENAMED.encode()).decode(),
+    ],
+    ids=[
+        "verbatim",
+        "other white space",
+        "renamed",
+        "base64 in lines",
+        "base64 in a string",
+        "hex",
+        "renamed in base64",
+    ],
+)
+async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
+    other = {"other.py": ORACLE.replace("17", "18"), "prose.txt": "The total of all values, times seventeen. " * 20}
+
+    assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
+    assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []

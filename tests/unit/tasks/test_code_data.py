@@ -14,14 +14,13 @@ from rayapp.cli.main import run
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
-from rayapp.rollout.prompts import render_prompts
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.rollout.agents import render_prompts
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.code.benchmarks import load_benchmark
-from rayapp.tasks.code.problem import InsideTest
-from rayapp.tasks.data.code_rows import MAX_TEST_CHARS, apps_row
+from rayapp.tasks.code.hidden_cases import InsideTest
 from rayapp.tasks.data.preparing import Preparation, prepare
-from rayapp.tasks.data.rows import DATASETS, default_source
+from rayapp.tasks.data.rows import DATASETS, MAX_TEST_CHARS, apps_row, default_source
 from rayapp.tasks.loading import load_tasks
 
 MBPP = {
@@ -82,6 +81,28 @@ async def test_a_row_whose_own_solution_fails_its_tests_is_named(tmp_path: Path)
 
     with pytest.raises(InputError, match=r"1 of 2 rows .* First: row 1: its reference fails its tests: wrong value"):
         await prepare(job)
+
+
+async def test_one_odd_row_among_many_is_named_and_the_others_are_written(tmp_path: Path) -> None:
+    odd = [{"input_output": '{"inputs": null, "outputs": null}'}, {"solutions": "no JSON"}]
+    examples = [APPS] * 20 + [APPS | fields for fields in odd] + [APPS] * 20
+    source = write(tmp_path / "raw.jsonl", *examples)
+    job = Preparation(name="apps", source=source, out=str(tmp_path / "out"), max_bad_ratio=0.1, check_references=False)
+
+    (report,) = await prepare(job)
+
+    assert report.num_written == 40
+    assert [line.partition(":")[0] for line in report.bad] == ["row 20", "row 21"]
+
+
+async def test_a_row_whose_own_solution_is_a_lambda_is_kept(tmp_path: Path) -> None:
+    tests = json.dumps({"inputs": [["1"]], "outputs": [["11"]], "fn_name": "twice"})
+    lambdas = {"solutions": json.dumps(["twice = lambda text: text * TIMES\nTIMES = 2"]), "input_output": tests}
+    job = Preparation(name="apps", source=write(tmp_path / "raw.jsonl", APPS | lambdas), out=str(tmp_path / "out"))
+
+    (report,) = await prepare(job)
+
+    assert (report.num_written, report.bad) == (1, [])
 
 
 def test_an_example_without_tests_says_so() -> None:

@@ -20,8 +20,8 @@ from rayapp.storage.s3.client import s3_client
 from rayapp.storage.settings import settings_from_environment
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from scripts.problems import FOLDER
+from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -257,3 +257,48 @@ def test_own_rows_without_a_column_to_ask_or_to_compare_with_say_which_there_are
     assert run([*arguments, "--prompt-column", "text"]) == 2
     assert "Name one with --answer-column, or give --no-answers" in capsys.readouterr().err
     assert run([*arguments, "--prompt-column", "text", "--no-answers"]) == 0
+
+
+def test_code_problems_with_asserts_are_rows_that_can_be_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mbpp = "google-research-datasets/mbpp"
+    tests = "import math\nassert inc(1) == 2\nassert inc(\n    3) == 4"
+    write_jsonl(tmp_path / "mine.jsonl", [{"problem": "Write inc(x).", "target": tests}])
+
+    [row] = own_rows(tmp_path, "--data-source", mbpp)
+
+    truth = json.loads(row["reward_model"]["ground_truth"])
+    assert truth == {"test_list": ["assert inc(1) == 2", "assert inc(3) == 4"], "test_setup_code": "import math"}
+    assert f"rayapp try reward {mbpp} --data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data_source", "words"),
+    [
+        ("gsm8k", "did you mean openai/gsm8k?"),
+        ("google-research-datasets/mbpp", "row 0: its ground_truth must be a struct of tests, not 4"),
+    ],
+)
+def test_own_rows_that_training_would_refuse_are_not_written(
+    tmp_path: Path, data_source: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "mine.jsonl", [{"prompt": "2 + 2?", "answer": "4"}])
+    arguments = ["data", "rows", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "out")]
+
+    assert run([*arguments, "--data-source", data_source]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_folder_with_other_rows_needs_the_option_that_the_message_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "mine.jsonl", [{"prompt": f"{n}?", "answer": n} for n in range(3)])
+    arguments = ["data", "rows", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "out")]
+    assert run([*arguments, "--limit", "1"]) == 0
+
+    assert run(arguments) == 2
+    assert "holds other content already" in (said := capsys.readouterr().err)
+    assert "--overwrite" in said
+    assert run([*arguments, "--overwrite"]) == 0

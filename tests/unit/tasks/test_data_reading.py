@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
-from rayapp.rollout.agent.loops import check_agent_name
-from rayapp.tasks.data.order import row_order, windows
+from rayapp.rollout.agents import check_agent_name
 from rayapp.tasks.data.preparing import Preparation, prepare
-from rayapp.tasks.data.prompts import cut_prompt
-from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
+from rayapp.tasks.data.reading import ReadOptions, TrainingData, cut_prompt, open_data, row_order, windows
 from scripts.problems import FOLDER
 
 

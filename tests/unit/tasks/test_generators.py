@@ -14,7 +14,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.generators import GeneratedTask, load_generated
 from rayapp.tasks.loading import load_tasks
 
@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_problems_and_another_one_others() -> None:
 @pytest.mark.usefixtures("package")
 async def test_a_right_answer_earns_one_and_prose_nothing(sandboxes: SandboxSource) -> None:
     (task,) = load_generated("reasoning_gym:leg_counting?size=1")
-    wrong = str(int(task.answer) + 1)
+    wrong = str(int(task.answer or "") + 1)
 
     assert (await score(task, f"I count. {task.solution}", sandboxes)).terms == {"pass_rate": 1.0, "solved": 1.0}
     assert (await score(task, f"<answer>{wrong}</answer>", sandboxes)).value == 0.0
@@ -66,7 +66,7 @@ async def test_an_answer_that_the_package_would_evaluate_is_scored_in_a_sandbox(
     (task,) = load_generated("reasoning_gym:string_insertion?size=1&seed=3")
     assert not task.is_compared
 
-    right = await score(task, task.solution, sandboxes)
+    right = await score(task, task.solution or "", sandboxes)
     assert (right.value, right.terms["solved"], right.terms["verdict/forgeable"]) == (1.0, 1.0, 1.0), right
     file = tmp_path / "written-by-an-answer"
     tmp_path.chmod(0o777)
@@ -98,7 +98,7 @@ async def test_an_answer_earns_no_zero_where_the_right_one_can_not_be_scored_eit
 
     async with open_pool(SandboxConfig(max_leases=1), "test-stand-in") as (source, _):
         broken = await score(task, "<answer>1/0</answer>", source)
-        right = await score(task, task.solution, source)
+        right = await score(task, task.solution or "", source)
 
     assert (broken.valid, broken.failure_kind, broken.value) == (not misses_a_file, "no_score" * misses_a_file, 0.0)
     assert (right.valid, right.value) == (not misses_a_file, float(not misses_a_file))

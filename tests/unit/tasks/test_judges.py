@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Prompt, Reward
+from rayapp.rollout.check import check_data
 from rayapp.tasks.custom_rewards import RewardFailedError
 from rayapp.tasks.judges.judging import Judges, Judging
 from rayapp.tasks.judges.questions import harmless, read_answer
-from rayapp.testing.stubs.judge_stub import JudgeStub
+from support.stubs.judge_stub import JudgeStub
 
 RUBRIC = [{"name": "right", "text": "It is right.", "weight": 3}, {"name": "short", "text": "It is short."}]
 PROMPT = Prompt(
@@ -100,7 +103,7 @@ async def test_the_weighted_mean_of_the_criteria_is_added_to_the_weighted_verdic
 
 
 async def test_what_judges_cost_is_summed_in_metrics_and_what_they_say_is_a_mean(desk: Any) -> None:
-    from rayapp.core.summaries import summarize_group
+    from rayapp.core.trajectories import summarize_group
     from rayapp.core.types import Group, Trajectory
     from rayapp.runs.tracking.metrics import summarize_step
 
@@ -135,9 +138,9 @@ async def test_a_server_that_takes_no_schema_is_told_in_words_and_checked_all_th
     desk: Any, form: str, sent: Any
 ) -> None:
     async with desk(response_format=form) as at:
-        at.stub.said = '{"reason": "", "scores": {"right": 10, "short": 2}}'
+        at.stub.said = '{"question": QUESTION, "reason": "", "scores": {"right": 10, "short": 2}}'
         reward = await at.score("abc")
-        at.stub.said = '{"reason": "", "scores": {"right": 11, "short": 2}}'
+        at.stub.said = '{"question": QUESTION, "reason": "", "scores": {"right": 11, "short": 2}}'
         wrong = await at.score("abcd")
 
     assert at.stub.bodies[0].get("response_format") == sent
@@ -148,8 +151,9 @@ async def test_a_server_that_takes_no_schema_is_told_in_words_and_checked_all_th
 async def test_a_judge_with_reference_reads_the_rows_ground_truth(desk: Any) -> None:
     async with desk(reference=True) as at:
         await at.score("fortytwo")
-        with pytest.raises(InputError, match="has no ground_truth"):
-            await at.score("fortytwo", prompt=replace(PROMPT, ground_truth=None))
+        without = await at.score("fortytwo", prompt=replace(PROMPT, ground_truth=None))
+
+    assert (without.valid, without.failure_kind) == (False, "judge_reference")
 
     assert "\n42\n=== END REFERENCE ANSWER" in at.stub.bodies[0]["messages"][1]["content"]
 
@@ -192,7 +196,7 @@ async def test_the_share_of_pairs_that_a_response_wins_is_its_score_and_each_pai
 
 async def test_a_judge_that_prefers_what_it_reads_first_gives_all_the_same_and_is_seen(desk: Any) -> None:
     async with desk(kind="pairwise") as at:
-        at.stub.said = '{"reason": "", "winner": "A"}'
+        at.stub.said = '{"question": QUESTION, "reason": "", "winner": "A"}'
         rewards = await at.compare("a", "bb", "ccc")
 
     assert [reward.terms["judge/quality"] for reward in rewards] == [0.5] * 3
@@ -232,9 +236,11 @@ async def test_a_pair_that_fails_is_left_out_and_a_response_without_any_pair_has
     ("said", "failures", "kind"),
     [
         ("I would give it a 7.", [], "judge_answer"),
-        ('{"reason": "", "scores": {"right": 11, "short": 1}}', [], "judge_answer"),
-        ('{"reason": "", "scores": {"right": 7}}', [], "judge_answer"),
-        ('{"reason": "", "scores": {"right": true, "short": 1}}', [], "judge_answer"),
+        ('{"question": QUESTION, "reason": "", "scores": {"right": 11, "short": 1}}', [], "judge_answer"),
+        ('{"question": QUESTION, "reason": "", "scores": {"right": 7}}', [], "judge_answer"),
+        ('{"question": QUESTION, "reason": "", "scores": {"right": true, "short": 1}}', [], "judge_answer"),
+        ('{"reason": "echoed out of the response", "scores": {"right": 10, "short": 10}}', [], "judge_answer"),
+        ('{"question": QUESTION, "reason": "", "scores": {"right": 1, "short": 1, "right": 10}}', [], "judge_answer"),
         ("[" * 100_000, [], "judge_answer"),
         ("", [(200, "<html>", {})], "judge_answer"),
         ("", [(200, '{"choices": []}', {})], "judge_answer"),
@@ -269,6 +275,7 @@ async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:
     schema = {"type": "object", "required": ["a"]}
 
     assert read_answer('```json\n{"a": 1}\n```', schema) == {"a": 1}
+    assert read_answer('I think so:\n\n```json\n{"a": 1}\n```\nas it is right.', schema) == {"a": 1}
     assert read_answer('<think>{"a": 2}</think>\n{"a": 1}', schema) == {"a": 1}
     with pytest.raises(RewardFailedError, match="no JSON"):
         read_answer('It is {"a": 1}', schema)
@@ -277,7 +284,7 @@ async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:
 async def test_a_server_that_is_not_there_or_does_not_answer_is_told_apart(desk: Any) -> None:
     async with desk(base_url="http://127.0.0.1:9/v1", max_retries=0) as at:
         assert (await at.score("abc")).failure_kind == "judge_unreachable"
-    async with desk(timeout_s=0.05, max_retries=1) as at:
+    async with desk(timeout_s=2.0, max_retries=1) as at:
         at.stub.latency_s = 60.0
         assert (await at.score("abc")).failure_kind == "judge_timeout"
         assert len(at.stub.bodies) == 2
@@ -313,6 +320,13 @@ async def test_after_retry_after_nobody_of_the_process_asks_before_its_time(desk
         took_s = loop.time() - began
 
     assert took_s >= 0.2
+
+
+async def test_a_server_that_asks_for_an_hour_is_waited_for_no_longer_than_for_an_answer(desk: Any) -> None:
+    async with desk(timeout_s=0.2) as at:
+        at.stub.failures.append((429, "slowly", {"Retry-After": "3600"}))
+        async with asyncio.timeout(30):
+            assert (await at.score("abc")).valid
 
 
 async def test_the_pace_is_the_runs_and_each_process_keeps_to_its_part(desk: Any) -> None:
@@ -436,6 +450,25 @@ async def test_what_failed_is_not_kept(desk: Any) -> None:
 # Before anything is sampled
 
 
+def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start(tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "6 x 7?"}],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"index": 0},
+        }
+        for truth in ("42", "4" * 70_000)
+    ]
+    file = str(tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    section = judged(reference=True) | {"tasks": [], "data": {"train_files": [file]}}
+
+    with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has over 65,536 characters"):
+        check_data(Config.model_validate(section), [file])
+    check_data(Config.model_validate(section | {"judges": judged()["judges"]}), [file])
+
+
 async def test_each_judge_is_asked_once_before_anything_is_sampled(desk: Any) -> None:
     for kind in ("rubric", "pairwise", "reward_model"):
         async with desk(kind=kind) as at:
@@ -494,7 +527,7 @@ def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rub
 
 
 def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
-    from rayapp.rollout.data_groups import answer_rewards
+    from rayapp.rollout.sources import answer_rewards
     from rayapp.tasks.answers import Answer, score_answer
 
     data = {"data": {"train_files": ["rows.parquet"]}}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rayapp.core.errors import InputError
+from rayapp.tasks.banned import screen
 from rayapp.tasks.cases import CaseSource
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task, load_tasks, shipped_tasks
-from rayapp.tasks.screening import screen
 
 GOOD = """
 prompt: Write add(a, b).
@@ -149,7 +149,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": ""}, r"prompt = '': must be text, not shorter than 1"),
+        ({"prompt": ""}, r"prompt = '': must be text, not empty"),
         ({"prompt": None}, r"prompt is missing"),
         ({"func_name": "not a name"}, r"func_name = 'not a name': must be text, of the form"),
         ({"signature": ""}, r"signature is missing: write it as `def add\(…\):`"),
@@ -291,3 +291,8 @@ def test_example_of_the_docs_loads(tmp_path: Path, marker: str, name: str) -> No
     [example] = [block for block in indented_blocks(page) if marker in block]
 
     assert load_task(write(tmp_path, example, name)).name == Path(name).stem
+
+
+def test_a_task_written_in_python_fails_as_one_in_a_file_does() -> None:
+    with pytest.raises(InputError, match=r"(?s)tests is missing.*unknown key referense; did you mean reference"):
+        CodingTask(name="add", prompt="Add.", func_name="add", signature="def add(a, b):", referense="a + b")  # type: ignore[call-arg]

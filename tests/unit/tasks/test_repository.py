@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +23,17 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.check import check_tasks
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.checks import audit
-from rayapp.tasks.audit.repository import repository_subject
+from rayapp.tasks.audit.subjects import repository_subject, subjects_of
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
-from rayapp.tasks.repository.hidden_tests import read_hidden_tests
-from rayapp.tasks.repository.image import why_an_image
+from rayapp.tasks.repository.folder import why_an_image
+from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
 from rayapp.tasks.repository.scripts import without_steering
-from rayapp.tasks.repository.task import RepositoryTask, load_repository
-from rayapp.tasks.repository.work import as_answer, read_answer
+from rayapp.tasks.repository.task import RepositoryTask, as_answer, load_repository, read_answer
+from rayapp.tasks.text_child import is_held
+from rayapp.tasks.text_process import holds
 
 LIBRARY = Path(__file__).parents[3] / "rayapp" / "tasks" / "library" / "repositories"
 real = pytest.mark.asyncio(loop_scope="module")
@@ -47,6 +53,16 @@ def folder(tmp_path: Path) -> Path:
 
 async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> Reward:
     return await task.score(Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32)), answer, sandboxes, seed=0)
+
+
+async def test_a_message_of_a_megabyte_costs_a_pattern_no_more_than_its_first_two_thousand_letters() -> None:
+    source = "import pytest\ndef test_it():\n    with pytest.raises(ValueError, match='{}'):\n        f()\n"
+    (slow,), (endless,) = (read_hidden_tests("test_x.py", source.format(p)) for p in ("a.*b.*c", "(x+)+y"))
+    message = [["ValueError"], "a" + "b" * (1 << 20) + "c"]
+
+    assert not await holds(partial(all_hold, slow.conditions), [message])
+    assert await holds(partial(all_hold, slow.conditions), [[["ValueError"], "abc"]])
+    assert not await holds(partial(all_hold, endless.conditions), [[["ValueError"], "x" * 64]])
 
 
 def test_ten_tasks_ship_each_with_tests_and_a_solution() -> None:
@@ -214,7 +230,7 @@ async def test_an_audit_tells_which_cheats_a_trusted_script_pays(sandboxes: Sand
 async def test_what_a_script_wrote_is_a_reward_or_none_but_never_a_zero_by_default(
     sandboxes: SandboxSource, folder: Path, script: str, found: float | str
 ) -> None:
-    (folder / "task.toml").write_text('[verifier]\ntimeout_sec = 0.4\nenv = { GRADE = "strict" }\n')
+    (folder / "task.toml").write_text('[verifier]\ntimeout_sec = 2.5\nenv = { GRADE = "strict" }\n')
     task = trusted(folder, f"#!/bin/sh\n{script}\n")
     reward = await score(task, as_answer({"run.sh": "#!/bin/sh\necho 1\n"}), sandboxes)
 
@@ -388,11 +404,12 @@ def test_no_expected_value_is_in_what_runs_inside() -> None:
     assert not [
         secret for secret in ("4711", "wanted", "0.123", "KeyError", "missing", "pytest") if secret in test.source
     ]
-    assert test.is_passed([4711, "is wanted", 0.1230000001, [["KeyError", "LookupError"], "it is missing"]])
-    assert not test.is_passed([4711, "is wanted", 0.124, [["KeyError"], "missing"]])
-    assert not test.is_passed([4711, "is wanted", 0.123, [[], ""]])
+    passes = partial(all_hold, test.conditions)
+    assert is_held(passes, [4711, "is wanted", 0.1230000001, [["KeyError", "LookupError"], "it is missing"]])
+    assert not is_held(passes, [4711, "is wanted", 0.124, [["KeyError"], "missing"]])
+    assert not is_held(passes, [4711, "is wanted", 0.123, [[], ""]])
     for forged in ([True, True, True, True], [], None, [4711], {"a": 1}, [4711, None, "x", 1]):
-        assert not test.is_passed(forged)
+        assert not is_held(passes, forged)
 
 
 @pytest.mark.parametrize(
@@ -449,5 +466,69 @@ def test_a_folder_of_task_folders_is_all_of_them(tmp_path: Path) -> None:
 
     for source in (str(tmp_path), f"{tmp_path}?trust_test_scripts=true"):
         assert [task.name for task in load_source(source)] == ["add_to_roman", "fix_median"]
-    with pytest.raises(InputError, match="is no task, and holds none"):
+    with pytest.raises(InputError, match="is not a task and contains none"):
         load_source(str(tmp_path / "fix_median" / "tests"))
+
+
+async def findings(sandboxes: SandboxSource, task: RepositoryTask) -> list[str]:
+    """`check: detail` of an audit without cheats and guesses."""
+    (report,) = await audit([replace(repository_subject(task), cheats=(), trivial=())], sandboxes, runs=1)
+    return [f"{each.check}: {each.detail}" for each in report.findings]
+
+
+@real
+@pytest.mark.parametrize(
+    "leak",
+    [
+        lambda folder: (folder / "tests" / "test_hidden.py").read_text(),
+        lambda folder: base64.b64encode((folder / "solution" / "stats.py").read_bytes()).decode(),
+        lambda folder: (folder / "solution" / "stats.py").read_text().replace("ordered", "xs").replace("middle", "m"),
+    ],
+    ids=["hidden tests", "the solution in base64", "the solution with other names"],
+)
+async def test_an_audit_tells_a_leak_in_the_repository_itself(
+    sandboxes: SandboxSource, folder: Path, leak: Callable[[Path], str]
+) -> None:
+    (folder / "environment" / ".cache").mkdir()
+    (folder / "environment" / ".cache" / "old.txt").write_text(leak(folder))
+
+    (told,) = await findings(sandboxes, load_repository(folder, "mine"))
+
+    assert told.startswith("oracle: ")
+    assert ".cache/old.txt in its sandbox holds text" in told
+
+
+@real
+async def test_an_audit_adds_up_the_tests_of_a_repository_and_moves_the_clock(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
+    (folder / "tests" / "test_hidden.py").write_text(
+        "from datetime import date\nfrom stats import mean\n\n"
+        "def test_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 3]) == 2\n\n"
+        f"def test_year():\n    __import__('time').sleep(1.2)\n    assert date.today().year == {date.today().year}\n"  # noqa: DTZ011
+    )
+    toml = folder / "task.toml"
+    toml.write_text(re.sub(r"timeout_sec = \S+", "timeout_sec = 4.5", toml.read_text()))
+
+    found = await findings(sandboxes, load_repository(folder, "mine"))
+
+    assert any(line.startswith("slow: all tests, the slowest test_hidden.py::test_") for line in found), found
+    assert found[-1].endswith("with the clock a year ahead: test_hidden.py::test_year")
+
+
+@real
+async def test_an_audit_goes_on_after_tasks_that_can_not_be_run_here(sandboxes: SandboxSource, tmp_path: Path) -> None:
+    for name in ("a_image", "b_broken", "c_sound"):
+        shutil.copytree(LIBRARY / "fix_median", tmp_path / name)
+        (tmp_path / name / "instruction.md").write_text(f"Mend stats.py of {name}.")
+    (tmp_path / "a_image" / "environment" / "Dockerfile").write_text("FROM python:3\nRUN pip install numpy\n")
+    shutil.rmtree(tmp_path / "b_broken" / "tests")
+
+    subjects = await subjects_of([str(tmp_path)], AnswerRewards(), cache=tmp_path)
+    few = [replace(subject, cheats=(), trivial=()) for subject in subjects]
+    image, broken, sound = await audit(few, sandboxes, runs=1)
+
+    assert [finding.check for finding in image.findings + broken.findings] == ["verdict", "verdict"]
+    assert "its Dockerfile, line 2, `RUN pip install numpy`: nothing is built" in image.findings[0].detail
+    assert "tests" in broken.findings[0].detail
+    assert (sound.task, sound.solution, sound.findings) == ("c_sound", "1/1", ())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rayapp.tasks.answer_rules import format_term
-from rayapp.tasks.screening import screen
+from rayapp.tasks.banned import screen
 from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess, TextReadingFailedError, TextTooCostlyError, on_text
 
 GOOD = "def f(x):\n    return 1\n"

@@ -6,7 +6,7 @@ import asyncio
 
 import psutil
 
-from rayapp.testing.stubs.boxes import Boxes
+from support.stubs.boxes import Boxes
 
 STARTS_A_SESSION = """
 import os, sys, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from rayapp.tools.http_patience import PatientTransport
+from rayapp.tools.mcp_tool import PatientTransport
 
 
 async def ask(*answers: httpx2.Response, max_wait_s: float = 60.0) -> tuple[int, list[float]]:

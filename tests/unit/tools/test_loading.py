@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxGoneError
-from rayapp.rollout.agent.cutting import Neutralizer, cut
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.rollout.agent.text import Neutralizer, cut
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
-from rayapp.tools.arguments import ArgumentChecker
 from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolOutput, ToolSchema
+from rayapp.tools.coding import PythonTool
 from rayapp.tools.gsm8k import Gsm8kTool, last_number, score_answer
 from rayapp.tools.loading import open_tools
-from rayapp.tools.python import PythonTool
-from rayapp.tools.toolset import ToolSet
+from rayapp.tools.toolset import ArgumentChecker, ToolSet
 
 MakePython = Callable[..., Awaitable[PythonTool]]
 DICE = '''
@@ -154,8 +153,8 @@ async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:
         ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, confg: {}}", "confg"),
         ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, tool_schema: {type: x}}", "tool_schema needs type: function"),
         ("{class_name: verl.tools.mcp_search_tool.MCPSearchTool, config: {type: mcp}}", "needs a section mcp"),
-        ("{class_name: rayapp.tools.python.PythonTool, config: {time: 3}}", "time"),
-        ("{class_name: rayapp.tools.python.PythonTool}", "needs sandboxes"),
+        ("{class_name: rayapp.tools.coding.PythonTool, config: {time: 3}}", "time"),
+        ("{class_name: rayapp.tools.coding.PythonTool}", "needs sandboxes"),
         (
             "{class_name: rayapp.tools.mcp_tool.McpTool, config: {ratelimit: 3}, mcp: {mcp_servers_config_path: x}}",
             "rate_limit",
@@ -202,13 +201,13 @@ def test_schema_that_is_no_json_schema_is_refused() -> None:
 )
 def test_no_argument_breaks_or_holds_the_check_of_a_schema(schema: dict[str, Any], value: object, problem: str) -> None:
     checker = ArgumentChecker({"properties": {"value": schema}} if "$ref" not in schema else schema)
-    started = time.perf_counter()
+    started = time.process_time()
 
     found = checker.problem({"value": value})
 
     assert problem in found
     assert bool(problem) == bool(found)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 2.0
 
 
 @pytest.mark.parametrize("schema", [{"pattern": "("}, {"patternProperties": {"^a": {}}}])
@@ -266,7 +265,7 @@ async def test_python_tool_keeps_names_over_the_turns_of_one_trajectory(python: 
 
 
 async def test_python_tool_says_that_code_was_stopped(python: MakePython) -> None:
-    tool = await python(timeout=0.5)
+    tool = await python(timeout=2.5)
     state = await tool.create({})
 
     text = await say(tool, state, "print('a', flush=True)\nwhile True: pass")

@@ -12,8 +12,8 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
-from rayapp.rollout.agent.episode import AgentPrompt
-from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.rollout.recorder import AgentPrompt
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tools.base import ToolContext
 from rayapp.tools.coding import BashTool

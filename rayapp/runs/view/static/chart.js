@@ -93,7 +93,7 @@ function drawing(series, {width, floor, ceiling, smooth, onStep}) {
       svg("text", {class: "tick", x: LEFT - 7, y: scaleY(tick) + 4, "text-anchor": "end"}, tickText(tick, ticks)),
     );
   }
-  for (const tick of niceTicks(x0, x1, Math.max(2, Math.floor(width / 90))).filter((t) => t >= x0 && t <= x1 && Number.isInteger(t)))
+  for (const tick of stepTicks(xs, Math.max(2, Math.floor(width / 90))))
     root.append(svg("text", {class: "tick", x: scaleX(tick), y: HEIGHT - 5, "text-anchor": "middle"}, number(tick)));
   root.append(line);
   series.forEach((one) => {
@@ -131,6 +131,13 @@ export function niceTicks(low, high, count) {
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
   const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9);
   return Array.from({length: last - first + 1}, (_, i) => (first + i) * step);
+}
+
+// Whole numbers within the steps: the only step, where there is one.
+export function stepTicks(steps, count) {
+  const low = Math.min(...steps), high = Math.max(...steps);
+  if (low === high) return [low];
+  return [...new Set(niceTicks(low, high, count).map(Math.round))].filter((tick) => tick >= low && tick <= high);
 }
 
 function tickText(tick, ticks) {

@@ -20,8 +20,8 @@ export async function curvesPage({run, query}) {
 
 export function smoothing(query, chosen) {
   const onChange = (event) => go("curves", {...query, smooth: event.target.value === "1" ? "" : event.target.value});
-  return h("label", {}, "Mean of the last",
-    h("select", {"data-key": "smooth", on: {change: onChange}}, WINDOWS.map((n) => h("option", {value: n, selected: n === chosen}, n === 1 ? "step" : `${n} steps`))));
+  return h("label", {}, "Smoothing",
+    h("select", {"data-key": "smooth", on: {change: onChange}}, WINDOWS.map((n) => h("option", {value: n, selected: n === chosen}, n === 1 ? "none" : `mean of ${n} steps`))));
 }
 
 function panelChart(panel, run, smooth) {

@@ -36,7 +36,7 @@ function filters(facets, query) {
     select("task", "Task", facets.tasks.map((task) => [task, task]), "all tasks"),
     input("reward_min", "Mean reward from", {step: "any"}), input("reward_max", "to", {step: "any"}),
     select("reward_status", "Some verdict is", plain(facets.reward_statuses), "any"),
-    select("status", "Some ended", plain(facets.statuses), "anyhow"),
+    select("status", "Some ended as", plain(facets.statuses), "any"),
     select("failure", "Failure", plain(facets.failures), "any or none"),
     select("signal", "Rewards", [["some", "differ (teaches)"], ["none", "all equal"]], "any"),
     facets.tools ? select("tool_failed", "Tool calls", [["some", "some failed"], ["none", "none failed"]], "any") : null,

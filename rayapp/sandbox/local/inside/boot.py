@@ -1,7 +1,7 @@
-"""First code of a zygote process: read the settings, warm up, become nobody, enter the isolation level, serve.
+"""First code of a zygote: read the settings, warm up, become an unprivileged user, enter the isolation level, serve.
 
-Started as `python -s -P -S -c … FD` with next to no environment and one inherited socket; see `slot.py`. Answers one
-packet, {"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
+Started as `python -s -P -S -c … FD` with next to no environment and one inherited socket; see `slot.py`. It sends one
+packet, {"ready": …} or {"failed": the step that this node refuses}, and then runs `zygote.py`.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
@@ -21,7 +21,7 @@ from rayapp.sandbox.local.inside import privileges
 from rayapp.sandbox.local.inside.zygote import Zygote
 from rayapp.sandbox.local.levels import kernel, visible_files
 from rayapp.sandbox.local.levels import level as levels
-from rayapp.sandbox.local.levels.landlocked import Landlocked
+from rayapp.sandbox.local.levels.landlock import Landlocked
 from rayapp.sandbox.local.levels.limits import mapped_bytes, set_standing_limits
 from rayapp.sandbox.local.levels.namespaces import NAMES as NAMESPACES
 from rayapp.sandbox.local.levels.namespaces import Namespaces
@@ -32,7 +32,10 @@ WARM_MODULES = (
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
     "statistics", "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
-"""What model-written code imports most: paid for once here, not in each execution."""
+"""Modules that model-written code imports most: imported once here, not in each execution."""
+
+_ENVIRONMENT = {**HASH_SEED, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+"""Environment of candidate code, without the spec's. Without PATH bash searches the working folder, too."""
 
 
 def main(descriptor: int) -> None:
@@ -43,7 +46,7 @@ def main(descriptor: int) -> None:
         settings, _ = wire.receive(channel)
         try:
             level = _prepare(settings)
-        except Exception as error:  # boundary: told to the provider, which decides
+        except Exception as error:  # boundary: reported to the provider, which decides
             wire.send(channel, {"failed": describe(error)})
             return
         ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()}
@@ -58,10 +61,10 @@ def main(descriptor: int) -> None:
 
 
 def _forget_inherited() -> None:
-    """Reset the umask and signals that a service manager or shell gave this application, so that all give alike.
+    """Reset the umask and signals inherited from a service manager or shell, so that all start the same.
 
     With a umask of 077 the code's user could not enter the folders of the sandbox's view, and only the weakest level
-    would be offered; a signal that is blocked or ignored here would be so in the code too.
+    would be offered; the code would inherit signals that are blocked or ignored here.
     """
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -75,8 +78,8 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     for name in WARM_MODULES:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
-    paths = _import_packages(packages, paths)
-    # After the packages: they have loaded libraries of their own, which the view has to show.
+    paths = import_packages(packages, paths)
+    # After the packages: they have loaded shared libraries, which the view has to show.
     here = visible_files.of_this_interpreter(paths)
     level = make_level(str(settings["level"]), here)
     if level.name != "unisolated":
@@ -91,12 +94,12 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     return level
 
 
-def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Import them from the folders that hold them.
+def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Import the packages from the folders that hold them.
 
     Returns:
-        `paths` and those of the packages that were imported with them: of those folders this alone will be visible
-        inside. A package that is loaded without its files fails where it reads or imports another one of them.
+        `paths` and the files of packages imported as dependencies: only these are visible inside. A package whose
+        files are missing there fails when it reads or imports another of them.
     """
     # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
     os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -105,7 +108,7 @@ def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]
     for name in packages:
         importlib.import_module(name)
     os.environ.clear()
-    os.environ.update(HASH_SEED)
+    os.environ.update(_ENVIRONMENT)
     with_them = [path for name in _top_modules() - before for path in _files_of(sys.modules.get(name))]
     return [*paths, *sorted(path for path in {*with_them} - {*paths} if os.path.dirname(path) in folders)]
 
@@ -115,7 +118,7 @@ def _top_modules() -> set[str]:
 
 
 def _files_of(module: object) -> list[str]:
-    """Folders of a package, or the file of a module."""
+    """Return the folders of a package, or the file of a module."""
     file = getattr(module, "__file__", None)
     return list(getattr(module, "__path__", [])) or [file for file in (file,) if file]
 

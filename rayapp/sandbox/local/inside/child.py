@@ -1,11 +1,14 @@
-"""The process that candidate code runs in: from the fork to the exit. Called by the template, in the child only.
+"""The process that candidate code runs in, from the fork to the exit. Runs in children of the template only.
 
     fork -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
-It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says
-"ready", and closes it before candidate code begins: without "ready" the sandbox failed, after it whatever follows is
-the code's doing. "Done", with the exit status, goes to a pipe of its own, so that the answer need not wait for the
-process to exit.
+A child is forked and confined before its job is known, so that the job finds it waiting. It sends "ready" on the
+control socket and closes the socket before candidate code begins: an end before "ready" is the sandbox's failure, an
+end after it the code's. It sends "done", with the exit status, on a separate pipe, so that the answer need not wait for
+the process to exit.
+
+`run_file_request` reads and writes a sandbox's files from inside, confined like the candidate, so that symbolic links
+can't lead outside.
 """
 
 from __future__ import annotations
@@ -23,20 +26,65 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rayapp.sandbox.local.inside import files
 from rayapp.sandbox.local.inside.execution import MAX_CONTROL_BYTES, READY
 from rayapp.sandbox.local.levels.level import Level, Place
 from rayapp.sandbox.local.levels.limits import Bounds, lower
 from rayapp.sandbox.local.wire import memory_file, read_memory_file
 from rayapp.sandbox.verdict import harness
 
+# Runs in each child, where every function first used costs pages, hence os and not pathlib.
+# ruff: noqa: PTH103, PTH120, PTH123
+
+
+FILE_KINDS = ("write", "read")
+
+
+def run_file_request(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
+    """Read or write one file, and send one frame: done, or the error. The file's content goes to standard output.
+
+    Args:
+        given: the bytes to write, or the most bytes to read.
+    """
+    try:
+        if isinstance(given, bytes):
+            _write(path, given)
+        else:
+            _read(path, given)
+    except OSError as error:
+        emit(harness.frame("failed", f"{type(error).__name__}: {error.strerror}: {path}", 1))
+        return 1
+    emit(harness.frame("exited", 0))
+    return 0
+
+
+def _write(path: str, data: bytes) -> None:
+    folder = os.path.dirname(path)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _read(path: str, max_bytes: int) -> None:
+    # Open without blocking: the candidate may have put a pipe there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while max_bytes > 0 and (data := os.read(descriptor, min(max_bytes, 1 << 16))):
+            max_bytes -= len(data)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(1, view) :]
+    finally:
+        os.close(descriptor)
+
+
 DESCRIPTORS = (1, 2, 3, 4, 5)
-"""Numbers that a child's descriptors get: the template keeps them free, and the kernel gives out the lowest."""
+"""Numbers of a child's descriptors: the template keeps them free, and the kernel gives out the lowest."""
 _STREAM_FDS = DESCRIPTORS[:2]
-"""Standard output and error. Only these stay open in a command that the candidate executes."""
+"""Standard output and error. Only these stay open in commands that the candidate executes."""
 _RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
 _JOB_FD = _CONTROL_FD + 1
-"""The first number that is free in a child, and so the number of the job's memory file; standard input is the next."""
+"""First free number in a child, and so the number of the job's memory file; standard input is the next."""
 _TWO_FDS = 2 * 4
 """Bytes of two descriptors in a control message."""
 _MAX_FD = 1 << 16
@@ -45,9 +93,9 @@ _MAX_ORDER_BYTES = 400
 """Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
 
 Job = tuple[str, Mapping[str, str], tuple[object, ...]]
-"""Kind, environment, and what the kind needs: see `_run`."""
+"""Kind, environment, and the kind's arguments: see `_run`."""
 Order = tuple[Bounds, bool, bytes]
-"""The zygote's order with a job: resource limits, whether it begins a session, the token before a status."""
+"""The zygote's order with a job: resource limits, whether it begins a session, the token to send with the status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """
@@ -85,13 +133,13 @@ def _confine(level: Level, place: Place, control: _socket.socket) -> None:
 
 
 def rehearse(control: _socket.socket) -> None:
-    """Run sample jobs as a child would, in the template itself and once, so that each child writes to fewer pages.
+    """Run sample jobs as a child would, once in the template itself, so that each child writes to fewer pages.
 
-    CPython prepares itself as it runs code: it specializes bytecode, fills caches, makes objects on their first use,
-    takes memory for them. All of that writes to memory. What the template has done before it forks, its children find
-    done; what it has not, each child does anew, and every page that it writes to is copied for it alone. After some
-    repetitions (`_REHEARSALS`) nothing more changes. The streams go to /dev/null meanwhile; modules that the sample
-    jobs imported, and where they looked for them, are forgotten.
+    CPython prepares itself as it runs code: it specializes bytecode, fills caches, and allocates objects on first use.
+    All of that writes to memory. Work that the template does before it forks is shared by its children; any other work
+    is repeated in each child, and every page written is copied for that child. After some repetitions (`_REHEARSALS`)
+    nothing more changes. Meanwhile the streams go to /dev/null; afterwards the modules that the sample
+    jobs imported, and their import caches, are dropped.
     """
     modules, path = dict(sys.modules), list(sys.path)
     with Path(os.devnull).open("w") as nowhere:
@@ -135,7 +183,7 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Report an error from before candidate code, which is the sandbox's failure, and end."""
+    """Report an error from before candidate code, a failure of the sandbox, and end."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
@@ -154,7 +202,7 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
-    """Wait for a job. The packet holds the order; the first memory file the job, a second one standard input."""
+    """Wait for a job. The packet holds the order; the first memory file the job, the second standard input."""
     packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
         os._exit(0)  # the zygote has closed its end: there will be no job
@@ -175,13 +223,13 @@ def _set_input(stdin: int) -> None:
 
 
 def _set_environment(job: Job) -> None:
-    """Add the job's variables to the environment, which held only `harness.HASH_SEED` until now."""
+    """Add the job's variables to the environment, which held only that of `boot.py` until now."""
     if job[1]:
         os.environ.update(job[1])
 
 
 def send(payload: bytes) -> None:
-    """Write one frame, whole: 4 bytes of length, then the payload."""
+    """Write one complete frame: 4 bytes of length, then the payload."""
     view = memoryview(len(payload).to_bytes(4, "little") + payload)
     while view:
         view = view[os.write(_RESULT_FD, view) :]
@@ -196,8 +244,8 @@ def _run(job: Job) -> int:
         return 0
     if kind == "command":
         return _execute(given)  # type: ignore[arg-type]
-    if kind in files.KINDS:
-        return files.run(*given, send)  # type: ignore[arg-type, call-arg]
+    if kind in FILE_KINDS:
+        return run_file_request(*given, send)  # type: ignore[arg-type, call-arg]
     status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
     _join_threads()
     return status
@@ -212,7 +260,7 @@ def _execute(argv: Sequence[str]) -> int:
 
 
 def _join_threads() -> None:
-    """Wait for threads that are no daemons, as Python does at the end of any script."""
+    """Wait for non-daemon threads, as Python does at the end of a script."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -1,9 +1,9 @@
-"""Watches one execution from the fork to its end: its time, output caps, memory and processes of the whole tree.
+"""Watches one execution from the fork to its end: time, output caps, memory and processes of the whole tree.
 
-Its time is up when the tree has used as much processor time as its limit allows, or when as much time has passed,
-waiting for a processor left out: how long code takes by the clock alone depends on its neighbours.
+An execution's time is up when its tree has used its limit of processor time, or when that much wall clock has passed,
+not counting waits for a processor: the wall clock alone would depend on neighbours.
 
-Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel.
+Runs in the zygote. Output goes from the execution's pipes into the answer's memory file inside the kernel (splice).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.levels.limits import MIB, Limits, longest_s
-from rayapp.sandbox.local.levels.usage import Use
+from rayapp.sandbox.local.levels.level import Place
+from rayapp.sandbox.local.levels.limits import MAX_SOCKETS, MIB, Limits, Use, longest_s
 
 READY = b"."
 MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LISTEN_AFTER_S = 0.005
 _LOOK_EVERY_S = 0.05
-"""Seconds between looks at the tree's memory. Code can write 100 MiB past its limit meanwhile; more looks cost more."""
+"""Seconds between checks of the tree's memory. Code can write 100 MiB past its limit meanwhile; checks cost time."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One pipe out of the execution, and where in the answer its bytes go."""
+    """One output pipe of the execution, and the place of its bytes in the answer."""
 
     source: int
     start: int
@@ -39,7 +39,7 @@ class Stream:
     size: int = 0
 
     def drain(self, target: int) -> bool:
-        """Move what is there; True when more was written than may be.
+        """Move the available bytes; returns True when more was written than allowed.
 
         Raises:
             EOFError: every write end is closed.
@@ -60,10 +60,10 @@ class Stream:
 
 @dataclass(slots=True)
 class Done:
-    """The pipe on which a child says that it is through, with a token before the status.
+    """The pipe on which a child reports that it is done, with a token before the status.
 
-    Candidate code has the other end, and could find the token in its own memory. All it can do with it is to end early;
-    without it, writing to every descriptor there is does not even do that.
+    Candidate code holds the other end, and could find the token in its own memory. With the token it can only end
+    early; without it, writing to every open descriptor does not even do that.
     """
 
     source: int
@@ -71,10 +71,10 @@ class Done:
     _heard: bytes = b""
 
     def hear(self) -> int | None:
-        """The exit status, if that has been said.
+        """Return the exit status once it was reported, else None.
 
         Raises:
-            EOFError: closed; it has executed another program, or is dead.
+            EOFError: the pipe is closed: the child has executed another program, or is dead.
         """
         try:
             heard = os.read(self.source, _CHUNK)
@@ -93,33 +93,33 @@ class Done:
 
 @dataclass(slots=True, kw_only=True)
 class Execution:
-    """One process tree doing one job."""
+    """One process tree that runs one job."""
 
     pid: int
-    """Its first process; 0 once that is reaped."""
+    """Id of its first process; 0 once that is reaped."""
     end: Callable[[int], int]
-    """Kills and reaps that process, and says how it ended."""
+    """Kills and reaps that process, and returns its exit status."""
     control: _socket.socket
-    """Socket on which its first process says that it is ready."""
+    """Socket on which the first process reports that it is ready."""
     done: Done
-    """Pipe on which it says that it is done; it exits while the answer is on its way."""
+    """Pipe on which the first process reports that it is done; it exits while the answer is being sent."""
     streams: list[Stream]
     target: int
     """The answer's memory file."""
     limits: Limits
     use: Use
     look: Callable[[], None]
-    """Brings `use` up to date."""
+    """Updates `use`."""
     started: float = 0.0
     """Time of its start on the monotonic clock."""
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
-    """The status it reported with "done", else that of its process; negative is the signal that ended it."""
+    """Status reported with "done", else that of the process; negative is the signal that ended it."""
     is_ready: bool = False
     is_done: bool = False
     problem: str = ""
-    """Why candidate code could not begin."""
+    """Reason why candidate code could not start."""
     _open: dict[int, Stream] = field(default_factory=dict)
     _look_at: float = 0.0
     _ends_at: float = 0.0
@@ -127,11 +127,11 @@ class Execution:
 
     @property
     def goes_on(self) -> bool:
-        """True when the job is over and its process lives, as in a session."""
+        """True if the job is over and its process lives on, as in a session."""
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
-        """Return when the job is over, by itself or ended by us. Its processes are dead then, unless it reported
+        """Return when the job is over, by itself or stopped. Its processes are dead then, unless it reported
         "done"."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
@@ -155,14 +155,14 @@ class Execution:
             self.problem = f"it ended before it was ready, with {self.exit_code}"
 
     def _kill(self) -> None:
-        """End the first process and, where it is the init of a pid namespace, everything. Idempotent."""
+        """Kill the first process and, if it is the init of a pid namespace, with it everything. Idempotent."""
         if self.pid:
             self.exit_code = self.end(self.pid)
             self.pid = 0
             self.is_done = False
 
     def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
-        """Handle one round of events; False when the execution is over."""
+        """Handle one round of events; returns False when the execution is over."""
         left_s = max(0.0, self._ends_at - time.monotonic())
         events = poll.poll(min(left_s, _LOOK_EVERY_S if self._is_listening else _LISTEN_AFTER_S) * 1000)
         if not events and not self._is_listening:
@@ -176,11 +176,11 @@ class Execution:
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        # Ask first whether it has ended: this process may itself have waited for a processor past the deadline.
+        # First check whether it has ended: this process may itself have waited for a processor past the deadline.
         return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
-        """Watch the output pipes from now on. Not from the start: most executions end before, with all output still in
+        """Watch the output pipes from now on. Not from the start: most executions end earlier, with all output still in
         their pipes, and waking for each line would take the processor from them."""
         self._is_listening = True
         for source in self._open:
@@ -200,14 +200,14 @@ class Execution:
         use, limits = self.use, self.limits
         if use.num_threads > limits.max_processes:
             return "processes"
-        if use.memory_bytes > limits.memory_mib * MIB:
+        if use.memory_bytes > limits.memory_mib * MIB or use.num_sockets > MAX_SOCKETS:
             return "memory"
         if now >= self._ends_at or use.cpu_s >= self.timeout_s:
             return "timeout"
         return None
 
     def _hear_ready(self) -> None:
-        """Read what the child said before candidate code began; it closed its end then, so nothing can come later."""
+        """Read the child's report from before candidate code; it then closed its end, so nothing can come later."""
         with contextlib.suppress(OSError):
             said = self.control.recv(MAX_CONTROL_BYTES)
             self.is_ready = said == READY
@@ -239,7 +239,7 @@ class Execution:
             os.close(descriptor)
 
     def _drain_all(self) -> None:
-        """Read what is left in the pipes at the end."""
+        """Read the rest of the pipes at the end."""
         for stream in self._open.values():
             try:
                 if stream.drain(self.target) and self.stopped is None:
@@ -252,3 +252,53 @@ def _has_more(source: int) -> bool:
     events = select.poll()
     events.register(source, select.POLLIN)
     return any(flags & select.POLLIN for _, flags in events.poll(0))
+
+
+_NUM_STREAMS = 3
+
+
+class Ends:
+    """Pipes for stdout, stderr, results and "done", and a control socket.
+
+    They are made ahead, while a child runs, so that the next fork does not wait for them."""
+
+    def __init__(self) -> None:
+        pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
+        self.control, self._theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        *self.sources, done = (read for read, _ in pipes)
+        os.set_blocking(done, False)  # the others are read by splice, which does not block
+        self.control.setblocking(False)
+        self.done = Done(done, os.urandom(16))
+        self.given = (*(write for _, write in pipes), self._theirs.fileno())
+        """The child's ends, in the order of `child.DESCRIPTORS`."""
+
+    def close_given(self) -> None:
+        """Close our copies of the child's ends: otherwise its end would not be noticed."""
+        self._theirs.close()
+        for descriptor in self.given[:-1]:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close our own ends."""
+        self.control.close()
+        for source in (*self.sources, self.done.source):
+            os.close(source)
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """A process that waits for a job or runs one."""
+
+    ends: Ends
+    place: Place
+    """Its working folder and write permissions."""
+    pid: int = 0
+    """0 while it is being forked, and after it is reaped."""
+    max_processes: int = 0
+    """Limit of processes and threads; set for a session only."""
+
+    def forget_what_it_said(self) -> None:
+        """Drop data received between two jobs of a session: only candidate code can have written it."""
+        with contextlib.suppress(EOFError):
+            while self.ends.done.hear() is not None:
+                pass

@@ -1,7 +1,7 @@
-"""Leaving root: a zygote started by root first becomes an unprivileged user of its own. Called at boot.
+"""Leaves root: a zygote started by root first becomes an unprivileged user of its own. Runs at boot.
 
-Root inside a user namespace made by root still is the machine's root to every file it owns, `/proc/sys` included, and
-RLIMIT_NPROC does not hold for it. So no candidate code ever runs with kernel user id 0.
+Root inside a user namespace made by root is still the machine's root for every file it owns, `/proc/sys` included, and
+RLIMIT_NPROC does not apply to it. So no candidate code ever runs with kernel user id 0.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
@@ -17,15 +17,15 @@ from pathlib import Path
 from rayapp.sandbox.local.levels import kernel
 
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
-"""User ids to choose from, above those that distributions, containers and subuid ranges hand out."""
+"""User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
 
 
 def choose_uid() -> int:
-    """An unprivileged user id for one zygote, distinct from others' with high probability.
+    """Return an unprivileged user id for one zygote, very likely different from all others'.
 
-    Zygotes of other processes on this node must not share it, and there is no registry: hence chance, in a wide range
-    where this user namespace maps one.
+    Zygotes of other processes on this node must not share it, and there is no registry: so it is random, from a wide
+    range if this user namespace maps one.
     """
     own = random.SystemRandom()
     mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -41,7 +41,7 @@ def leave_root(paths: Sequence[str]) -> None:
         OSError: a path lies in a directory that only root may enter and this node forbids mounting it elsewhere.
     """
     with contextlib.suppress(OSError):
-        # When memory runs out, the kernel shall end a sandbox and not the trainer.
+        # When memory runs out, the kernel should kill a sandbox, not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.geteuid() != 0:
         return
@@ -50,18 +50,18 @@ def leave_root(paths: Sequence[str]) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    # The change of user made /proc/self root's own, and the user namespace's maps are written there.
+    # The change of user made /proc/self root's own, but the user namespace's maps are written there.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def _blocking_parent(path: str) -> str | None:
-    """The topmost directory above `path` that other users may not enter."""
+    """Return the topmost directory above `path` that other users may not enter; None if there is none."""
     parents = [str(parent) for parent in reversed(Path(path).parents)]
     return next((parent for parent in parents if not os.stat(parent).st_mode & 0o001), None)
 
 
 def _expose(paths: Sequence[str]) -> None:
-    """Make these reachable, in a private mount namespace, by replacing the closed directory with an open, empty one."""
+    """Make these paths reachable, in a private mount namespace, by covering the closed folder with an empty one."""
     if not paths:
         return
     try:

@@ -3,8 +3,8 @@
     zygote --request, descriptors--> template --fork--> child
            <-process id or status---          --kill, wait-->
 
-After each fork every page that either side writes to is copied, and that is what an execution costs: so the zygote,
-which talks and watches, is a process of its own. The template never sees a job, a token or an output. `Template` is the
+After each fork every page that either side writes to is copied, which is the cost of an execution: so the zygote, which
+communicates and watches, is a separate process. The template never sees a job, a token or an output. `Template` is the
 zygote's handle.
 """
 
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from rayapp.sandbox.local.inside import child
 from rayapp.sandbox.local.inside.child import DESCRIPTORS
-from rayapp.sandbox.local.inside.child_pipes import Child
+from rayapp.sandbox.local.inside.execution import Child
 from rayapp.sandbox.local.levels import kernel
 from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
@@ -42,24 +42,24 @@ _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
 _ENDED = struct.Struct("=i?")
 _PROBLEM_BYTES = 8
-"""Least length of a reported problem: longer than any reply, so that it can't be taken for one."""
+"""Least length of a reported problem: longer than any reply, to tell them apart."""
 
 
 class Template:
-    """The zygote's handle of the template, which answers in order. Any method raises OSError when it has failed."""
+    """The zygote's handle of the template, which answers in order. Methods raise OSError if the template failed."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._asked: deque[Child] = deque()
         self.seen_as = str(self._number())
-        """Its id in the /proc that `Usage` reads."""
+        """The template's process id in the /proc that `Usage` reads."""
 
     @classmethod
     def start(cls, level: Level, outside: socket.socket) -> Template:
         """Fork the template. It ends with this process.
 
         Args:
-            outside: the provider's channel. Only the zygote may hold it open: its end tells that the zygote is dead.
+            outside: the provider's channel. Only the zygote may hold it open, so that its closing means a dead zygote.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
@@ -84,8 +84,8 @@ class Template:
         """Kill this child, reap it and sweep; `session` is the child that goes on, if one does.
 
         Returns:
-            How it ended, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked before can
-            still be given a job, as their place is unchanged.
+            Its status, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked earlier can
+            still be given a job, because their place is unchanged.
         """
         self.settle()
         self._ask(_END.pack(pid, session))
@@ -93,7 +93,7 @@ class Template:
         return status, is_as_new
 
     def reset(self) -> None:
-        """Remove the sandbox's own folder: it was given back."""
+        """Remove the own folder of a released sandbox."""
         self.settle()
         self._ask(_RESET)
         self._number()
@@ -115,7 +115,7 @@ class Template:
 def _live(level: Level, channel: socket.socket) -> NoReturn:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     adopt_orphans()
-    # The control socket of every child has the same number, so this one object will do.
+    # The control socket of every child has the same number, so one object serves all.
     os.dup2(channel.fileno(), DESCRIPTORS[-1])
     control = socket.socket(fileno=DESCRIPTORS[-1])
     try:
@@ -125,14 +125,14 @@ def _live(level: Level, channel: socket.socket) -> NoReturn:
         gc.freeze()
         channel.send(_NUMBER.pack(int(level.usage.id_of_this_process() or 0)))
         _serve(level, channel, control)
-    except Exception as error:  # boundary: told to the zygote, which ends with it
+    except Exception as error:  # boundary: reported to the zygote, which ends too
         channel.send(describe(error).encode("utf-8", "replace")[:_MAX_REPLY_BYTES].ljust(_PROBLEM_BYTES))
     finally:
         os._exit(1)
 
 
 def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
-    """Answer requests until the zygote is gone, with few and short calls: see the top of this file."""
+    """Answer requests until the zygote is gone, with few and short calls; see the module's docstring."""
     receive, send, run = channel.recvmsg, channel.send, child.run
     place_of = functools.cache(_place_of)
     while True:

@@ -1,12 +1,12 @@
-"""The warm interpreter: has one confined child per execution forked, watches it, and answers with what it wrote.
+"""The warm interpreter: gets a confined child forked for each execution, watches it, and answers with its output.
 
     provider --packet, memfd(job)--> zygote --job--> child: candidate code
              <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
                                                   `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -s -P -S` with next to no environment. The next job is most likely like the last one, so
-its child is forked and confined before it comes; where children can't reach each other two are kept, as making one
-takes longer than a short job does. No job is given out before all that ran the last one is dead.
+Started by `slot.py` as `python -s -P -S` with next to no environment. The next job most likely resembles the last, so
+its child is forked and confined in advance. If children can't reach each other, two are kept, because making one takes
+longer than a short job. A job starts only after all processes of the last one are dead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from collections import deque
 from dataclasses import replace
 
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.inside import files
-from rayapp.sandbox.local.inside.child_pipes import Child, Ends
-from rayapp.sandbox.local.inside.execution import Execution, Stream
+from rayapp.sandbox.local.inside.child import FILE_KINDS
+from rayapp.sandbox.local.inside.execution import Child, Ends, Execution, Stream
 from rayapp.sandbox.local.inside.template import Template
 from rayapp.sandbox.local.levels.level import Level, Place
-from rayapp.sandbox.local.levels.limits import Limits
-from rayapp.sandbox.local.levels.usage import Use
+from rayapp.sandbox.local.levels.limits import Limits, Use
 
 MAX_RESULT_BYTES = 8 << 20
 """Most bytes of all frames of one execution."""
 _SESSION_CPU_S = 600
-"""Processor time of all runs of a session together; each run has its own deadline."""
+"""Processor time of all runs of a session together, in seconds; each run has its own deadline."""
 _OWN_PROCESSES = 2
 """The zygote and its template."""
 _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
@@ -62,6 +60,7 @@ class Zygote:
             try:
                 if header.get("reset"):
                     self._reset()
+                    wire.send(self._channel, header)
                 elif descriptors:
                     self._execute(header, descriptors)
                 # else: a cancellation that came after its execution had ended
@@ -72,7 +71,7 @@ class Zygote:
     def _execute(self, header: dict[str, object], descriptors: list[int]) -> None:
         started = time.monotonic()
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        place = Place(home=bool(header["home"]), writable=header["kind"] in files.KINDS, disk_mib=limits.disk_mib)
+        place = Place(home=bool(header["home"]), writable=header["kind"] in FILE_KINDS, disk_mib=limits.disk_mib)
         self._home_is_used |= place.home
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
@@ -113,7 +112,7 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """End what the execution left: after the answer, so that nobody waits for it, and before the next job."""
+        """End leftovers of the execution: after the answer, so that no caller waits for it, and before the next job."""
         ran.pid = execution.pid
         if ran is not self._session:
             _, is_as_new = self._end(ran.pid)
@@ -146,7 +145,7 @@ class Zygote:
             self._spares.append(self._fork(place))
 
     def _fork(self, place: Place) -> Child:
-        """Have a child forked; its process id is known later."""
+        """Request a forked child; its process id is known later."""
         ends, self._next_ends = self._next_ends or Ends(), None
         child = Child(ends=ends, place=place)
         self._template.fork(child)
@@ -172,11 +171,11 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Processes beside the execution that count against the limit of this user."""
+        """Count processes besides the execution that count against this user's limit."""
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:
-        """Process ids of all children but this one."""
+        """Return the process ids of all children but this one."""
         self._template.settle()
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
@@ -198,13 +197,13 @@ class Zygote:
             self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """Forget the sandbox that was given back."""
+        """Reset after a sandbox was released."""
         if self._home_is_used:
             self.forget()
             self._fork_spares(_USUAL_PLACE)
 
     def forget(self) -> None:
-        """End the sandbox's session and all that was confined to its files, and the files."""
+        """End the sandbox's session and everything confined to its files, and remove the files."""
         self._end_spares()
         self._end_session()
         self._template.reset()

@@ -1,7 +1,7 @@
-"""The Linux calls that Python's os module lacks, by ctypes. Called by the isolation levels, inside the zygote only.
+"""Linux calls that Python's os module lacks, through ctypes. Used by the isolation levels, inside the zygote only.
 
-Each raises OSError with the call's name, so that a report can say which step this node refuses. Numbers that differ
-between x86-64 and arm64 are in `syscalls.py`.
+Each raises OSError with the call's name, so that a report can name the step that this node refuses. Numbers that differ
+between x86-64 and arm64 are in `seccomp.py`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 
 
 def fork() -> int:
-    """Fork without Python's fork handlers, which take as long as the fork: they make new locks for threads, of which
-    there is only one here, and seed `random`, which the child does itself."""
+    """Fork without Python's fork handlers, which take as long as the fork: they renew locks for threads, of which there
+    is only one here, and seed `random`, which the child does itself."""
     pid: int = _plain_fork()
     return pid if pid >= 0 else _check(pid, "fork")
 
@@ -64,10 +64,10 @@ Step = tuple[Callable[..., int], tuple[object, ...], str]
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls. Written with few functions and objects: in a child each one touched is a page to copy.
+    """Make these calls. Uses few functions and objects: in a child each one touched is a page to copy.
 
     Raises:
-        OSError: one was refused; those after it were not made.
+        OSError: a call was refused; those after it were not made.
     """
     for call, arguments, name in steps:
         if call(*arguments) < 0:
@@ -84,7 +84,7 @@ def prctl_step(option: int, *arguments: object) -> Step:
 
 
 def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
-    """A call that writes all facts about a file or folder into `target`, of STATX_BYTES."""
+    """Prepare a call that writes all facts about a file or folder into `target`, of STATX_BYTES."""
     mask = ctypes.c_uint(_STATX_BASIC_STATS)
     return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
@@ -121,10 +121,10 @@ def prctl(option: int, *args: int | object) -> None:
 
 
 def reserve_descriptors(channel: int) -> int:
-    """Occupy the numbers that each child takes for itself, so that nothing the zygote opens can have one of them.
+    """Occupy the descriptor numbers that each child needs, so that the zygote opens nothing under one of them.
 
     Returns:
-        the channel's own new number.
+        The channel's new number.
     """
     moved = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
     os.close(channel)
@@ -139,7 +139,7 @@ def sethostname(name: str) -> None:
 
 
 def effective_capabilities() -> int:
-    """Bit set of this process's effective capabilities."""
+    """Return the bit set of this process's effective capabilities."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _check(_libc.capget(header, data), "capget")
@@ -149,7 +149,7 @@ def effective_capabilities() -> int:
 def limit_bounding_set() -> None:
     """Drop all capabilities from the bounding set, so that no program executed later can gain one.
 
-    Where CAP_SETPCAP is missing there is none to gain."""
+    Without CAP_SETPCAP there is none to gain."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)

@@ -1,9 +1,13 @@
-"""Landlock: which files a process may still open, decided by itself and never widened again. Used by the isolation
-levels.
+"""Landlock: a process limits the files that it may open, and can never widen the limit again. Zygote only.
 
-What a ruleset can forbid depends on the kernel (its ABI): 1 files, 2 moving between directories, 3 truncating, 4 TCP,
-5 ioctl on devices, 6 signals and abstract sockets out of the sandbox. Everything the kernel knows is forbidden; seccomp
-covers what an older one does not.
+A ruleset's reach depends on the kernel (its ABI): 1 files, 2 moving between directories, 3 truncating, 4 TCP, 5 ioctl
+on devices, 6 signals and abstract sockets out of the sandbox. Everything that the kernel knows is forbidden; seccomp
+covers features that an older kernel lacks.
+
+Here is also the level `ll`: Landlock and seccomp alone, for pods whose seccomp profile forbids user namespaces. Without
+a pid namespace, code may start threads but no processes, and may signal only itself. Without mounts, it has nowhere to
+write: `write_file` puts files into a folder that code may only read. Network, other processes' limits, shared memory
+and keys are refused as at the other levels.
 """
 
 from __future__ import annotations
@@ -11,11 +15,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
+import socket
 import stat
 import struct
 from functools import cache
 
-from rayapp.sandbox.local.levels import kernel, syscalls
+from rayapp.sandbox.local.levels import kernel, rules, seccomp
+from rayapp.sandbox.local.levels.level import Place, kill_descendants, make_folder, remove_folder
+from rayapp.sandbox.local.levels.limits import Bounds, Limits, Usage, resource_bounds
+from rayapp.sandbox.local.levels.visible_files import DEVICES, SYSTEM, View
 
 _EXECUTE, _WRITE, _READ, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _FILE_ONLY = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
@@ -32,8 +41,8 @@ DEVICE = _READ | _WRITE
 
 @cache
 def abi() -> int:
-    """Version of Landlock on this kernel; 0 where it is missing, switched off, or forbidden."""
-    number = syscalls.number("landlock_create_ruleset")
+    """Return the version of Landlock on this kernel; 0 if it is missing, switched off, or forbidden."""
+    number = seccomp.number("landlock_create_ruleset")
     try:
         return kernel.syscall(number, None, ctypes.c_size_t(0), ctypes.c_uint32(1), name="landlock_create_ruleset")
     except OSError:
@@ -42,17 +51,17 @@ def abi() -> int:
 
 @cache
 def file_rights() -> int:
-    """Everything this kernel's Landlock can forbid on files."""
+    """Return all rights on files that this kernel's Landlock can forbid."""
     return _FILE_RIGHTS[min(abi(), max(_FILE_RIGHTS))]
 
 
 def read_write() -> int:
-    """All rights on files except making device files."""
+    """Return all rights on files except making device files."""
     return file_rights() & ~_MAKE_DEVICES
 
 
 def create_ruleset() -> int:
-    """A descriptor of a ruleset that forbids everything; `allow` makes exceptions.
+    """Make a ruleset that forbids everything, and return its descriptor; `allow` makes exceptions.
 
     Raises:
         OSError: this kernel has no Landlock.
@@ -66,13 +75,13 @@ def create_ruleset() -> int:
     if version >= _SCOPES_SINCE:
         fields.append(_SCOPES)
     attributes = struct.pack(f"<{len(fields)}Q", *fields)
-    number = syscalls.number("landlock_create_ruleset")
+    number = seccomp.number("landlock_create_ruleset")
     size = ctypes.c_size_t(len(attributes))
     return kernel.syscall(number, attributes, size, ctypes.c_uint32(0), name="landlock_create_ruleset")
 
 
 def allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow these rights on a path and all beneath it; one that we can't reach ourselves is left out."""
+    """Allow these rights on a path and everything beneath it; skip a path that this process can't reach."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -98,7 +107,7 @@ def allow_port(ruleset: int, port: int) -> None:
 
 
 def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
-    number = syscalls.number("landlock_add_rule")
+    number = seccomp.number("landlock_add_rule")
     kernel.syscall(
         number,
         ctypes.c_int(ruleset),
@@ -110,6 +119,80 @@ def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
 
 
 def restriction(ruleset: int) -> kernel.Step:
-    """Applies a ruleset to the process that takes this step, and all it will fork. Needs no_new_privs."""
-    number = syscalls.number("landlock_restrict_self")
+    """Prepare the step that applies a ruleset to the process that takes it and to its forks. Needs no_new_privs."""
+    number = seccomp.number("landlock_restrict_self")
     return kernel.syscall_step(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")
+
+
+class Landlocked:
+    """The level `ll`; see `level.Level`."""
+
+    name = "ll"
+    num_spares = 1
+    listener: socket.socket | None = None
+
+    def __init__(self, view: View) -> None:
+        self.usage = Usage(-1)
+        self._view = view
+        self._home = ""
+        self._rulesets: dict[tuple[bool, bool], int] = {}
+        """(home, writable) -> descriptor of the ruleset for such a place."""
+        self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
+        """(home, writable) -> the calls with which a child confines itself."""
+
+    def enter(self) -> None:
+        if abi() < 1:
+            raise OSError("Landlock is missing on this kernel (5.13 or newer has it, unless it was switched off)")
+        os.chdir("/")
+        self.usage = Usage.of_this_process()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        self._closing = rules.ClosingAlone()
+        seccomp.install(rules.standing())
+
+    def fork(self) -> int:
+        return kernel.fork()
+
+    def prepare(self, place: Place) -> None:
+        if place.home and not self._home:
+            self._home = make_folder("rayapp-sandbox-")
+        key = (place.home, place.home and place.writable)
+        if key not in self._rulesets:
+            ruleset = self._rulesets[key] = self._new_ruleset(place)
+            closing = seccomp.installation(self._closing.filter)
+            self._steps[key] = [restriction(ruleset), kernel.CLEAR_CAPABILITIES, closing]
+
+    def confine(self, place: Place) -> None:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        if place.home:
+            os.chdir(self._home)
+        self._closing.fill_in(os.getpid())
+        kernel.take(self._steps[place.home, place.home and place.writable])
+
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
+        # seccomp refuses processes, and `Usage` counts threads: the kernel's own count is of the whole user, which
+        # may have many other processes if the sandbox could not get a user of its own.
+        return resource_bounds(limits, num_running=None)
+
+    def reset(self) -> None:
+        if self._home:
+            remove_folder(self._home)
+            self._home = ""
+            for key in [key for key in self._rulesets if key[0]]:
+                os.close(self._rulesets.pop(key))
+                del self._steps[key]
+
+    def sweep(self, session: int) -> bool:
+        kill_descendants(session)
+        return True  # there are none
+
+    def _new_ruleset(self, place: Place) -> int:
+        ruleset = create_ruleset()
+        for path in (*SYSTEM, self._view.library, *self._view.shared, *self._view.packages, "/etc/ld.so.cache"):
+            allow(ruleset, path, READ_ONLY)
+        for device in DEVICES:
+            allow(ruleset, f"/dev/{device}", DEVICE)
+        if place.home:
+            allow(ruleset, self._home, read_write() if place.writable else READ_ONLY)
+        return ruleset

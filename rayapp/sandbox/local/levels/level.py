@@ -4,7 +4,7 @@
                               -> in the child: confine -> candidate code
                               -> in the template, when it ended: sweep()
 
-`namespaces.py` and `landlocked.py` have the levels that isolate. Runs in a zygote and its template only.
+`namespaces.py` and `landlock.py` have the levels that isolate. Runs in a zygote and its template only.
 """
 
 # The zygote forks what it has loaded, and pathlib is slower to run in each child, hence os and not pathlib.
@@ -20,34 +20,33 @@ from pathlib import Path
 from typing import Protocol
 
 from rayapp.sandbox.local.levels import kernel
-from rayapp.sandbox.local.levels.limits import Bounds, Limits, resource_bounds
-from rayapp.sandbox.local.levels.usage import Usage
+from rayapp.sandbox.local.levels.limits import Bounds, Limits, Usage, resource_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an execution works, and whether it may write there."""
+    """Working folder of an execution, and whether it may write there."""
 
     home: bool
-    """In the sandbox's own folder, which lasts until `Level.reset`; else in a fresh one, where the level has any."""
+    """True: the sandbox's own folder, which lasts until `Level.reset`; else a fresh one, if the level has any."""
     writable: bool
-    """Our own code runs, not the candidate's: it may write to the home at every level."""
+    """True if our own code runs, not the candidate's: it may write to the home at every level."""
     disk_mib: int
 
 
 class Level(Protocol):
-    """One way to keep candidate code in."""
+    """One way to isolate candidate code."""
 
     name: str
     num_spares: int
-    """Children that wait for a job: two where an execution can't reach the one that waits beside it, else one."""
+    """Children that wait for a job: two if an execution can't reach the waiting one beside it, else one."""
     listener: socket.socket | None
-    """Set by `enter`, where the level has a loopback: who takes it accepts what executions connect."""
+    """Set by `enter` if the level has a loopback: accepts connections made by executions."""
     usage: Usage
-    """Set by `enter`: how much the executions use. Whose children they are is for the zygote to say."""
+    """Set by `enter`: measures the executions' use of resources. The zygote sets whose children to measure."""
 
     def enter(self) -> None:
-        """Once, when the zygote starts.
+        """Enter the level, once, when the zygote starts.
 
         Raises:
             OSError: this node refuses a step; its strerror names it.
@@ -57,31 +56,31 @@ class Level(Protocol):
         """Fork, as os.fork does; the child is the root of everything the execution starts."""
 
     def prepare(self, place: Place) -> None:
-        """Before each fork: make the place to work in."""
+        """Make the working folder, before each fork."""
 
     def confine(self, place: Place) -> None:
-        """In the child, before it gets its job: give up everything that candidate code must not have."""
+        """Give up everything that candidate code must not have; in the child, before it gets its job."""
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        """Resource limits for the child, worked out in the zygote.
+        """Return resource limits for the child, computed in the zygote.
 
         Args:
-            running: processes of this level's user that count against its limit without being the candidate's.
+            running: processes of this level's user that count against its limit but are not the candidate's.
         """
 
     def reset(self) -> None:
-        """Remove the sandbox's own folder: it was given back."""
+        """Remove the own folder of a released sandbox."""
 
     def sweep(self, session: int) -> bool:
         """End everything that an execution left, except the session with this process id, if any.
 
         Returns:
-            True if children forked before may be given a job, as their place is unchanged.
+            True if children forked earlier may be given a job, because their place is unchanged.
         """
 
 
 class Unisolated:
-    """No isolation: resource limits only. Runs only where the user spelled out `allow_unisolated: true`."""
+    """No isolation: resource limits only. Runs only if the user set `allow_unisolated: true`."""
 
     name = "unisolated"
     num_spares = 1
@@ -124,7 +123,7 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(kept: int) -> None:
-    """Kill and reap until `kept` is the only child; the kernel hands us the children of those we killed."""
+    """Kill and reap until `kept` is the only child; the kernel makes the killed processes' children ours."""
     while children := set(_children()) - {kept}:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -133,7 +132,7 @@ def kill_descendants(kept: int) -> None:
 
 
 def _children() -> list[int]:
-    """Process ids. Read in the plainest way: each page the zygote writes to is copied anew after every fork."""
+    """Return process ids. Plain calls only: each page the zygote writes to is copied again after every fork."""
     descriptor = os.open("/proc/thread-self/children", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = b""
@@ -145,19 +144,38 @@ def _children() -> list[int]:
 
 
 def make_folder(prefix: str) -> str:
-    """A new folder that only this user may enter. (The module tempfile would bring in libraries that each fork
-    copies.)"""
+    """Make a folder that only this user may enter. (The module tempfile would load libraries that each fork copies.)"""
     path = f"/tmp/{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
     return path
 
 
-def remove_folder(path: str) -> None:
-    """Remove a folder and all that is in it; candidate code may have put anything there."""
-    for folder, names, files in os.walk(path, topdown=False):
-        for name in (*names, *files):
-            entry = Path(folder, name)
-            with contextlib.suppress(OSError):
-                entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+def remove_folder(path: str) -> OSError | None:
+    """Remove a folder with all content; candidate code may have put anything there.
+
+    Nested folders are moved side by side before they are emptied: no path gets long, and nothing recurses.
+
+    Returns:
+        The last error, if any: part of the folder is left then.
+    """
+    aside, number, problem = f"{path}.gone", 0, None
     with contextlib.suppress(OSError):
-        os.rmdir(path)
+        os.mkdir(aside, 0o700)
+    waiting = [Path(path)]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            folder.chmod(0o700)
+            for entry in list(folder.iterdir()):
+                if not entry.is_dir() or entry.is_symlink():
+                    entry.unlink()
+                    continue
+                number += 1
+                entry.chmod(0o700)
+                waiting.append(entry.rename(f"{aside}/{number}"))
+            folder.rmdir()
+        except OSError as error:
+            problem = error
+    with contextlib.suppress(OSError):
+        os.rmdir(aside)
+    return problem

@@ -1,13 +1,13 @@
 """The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
 
-The same with a loopback (`loopback.py`) are `ns+proc+lo` and `ns+lo`.
+With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`.
 
     started by us, unprivileged uid
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
                                   └─ fork per execution: pid 1 of another one, private mounts, no capabilities
 
-Killing an execution's first process makes the kernel kill everything in its pid namespace, however it detached itself;
-killing the zygote ends the whole tree. Used by the zygote only.
+When an execution's first process is killed, the kernel kills everything in its pid namespace, however detached; killing
+the zygote ends the whole tree. Runs in the zygote only.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
@@ -22,10 +22,9 @@ import struct
 from pathlib import Path
 
 from rayapp.sandbox.local.inside.privileges import make_mount_point
-from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp, syscalls
+from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp
 from rayapp.sandbox.local.levels.level import Place
-from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, resource_bounds
-from rayapp.sandbox.local.levels.usage import Usage
+from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, Usage, resource_bounds
 from rayapp.sandbox.local.levels.visible_files import DEVICES, LINKS, SYSTEM, View, spare_mount_point
 
 _ALL = (
@@ -35,7 +34,7 @@ _ALL = (
 NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
-"""Where what lies below the machine's /tmp is kept, numbered, to be shown again in each new /tmp."""
+"""Folder for mounts below the machine's /tmp, numbered, to be shown again in each new /tmp."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -45,7 +44,7 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 class Namespaces:
-    """See `level.Level`."""
+    """The levels with namespaces; see `level.Level`."""
 
     num_spares = 2
 
@@ -61,18 +60,18 @@ class Namespaces:
         self._tmp_is_new = False
         self._tmp_is_home = False
         self._untouched = b""
-        """The kernel's facts about /tmp (statx) while nobody has touched it."""
+        """The kernel's facts about /tmp (statx) while it is unused."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
-        """The calls with which a child confines itself."""
+        """Calls with which a child confines itself."""
         self._enter_pid_namespace: list[kernel.Step] = []
         self._leave_pid_namespace: list[kernel.Step] = []
         self.usage = Usage(-1)
 
     def enter(self) -> None:
         uid, gid = os.getuid(), os.getgid()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root and the maps can't be written
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns /proc/self, and the maps can't be written
         kernel.unshare(_ALL)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
@@ -82,6 +81,7 @@ class Namespaces:
         self._enter_pid_namespace = [kernel.unshare_step(kernel.CLONE_NEWPID)]
         self._leave_pid_namespace = [kernel.setns_step(outer, kernel.CLONE_NEWPID)]
         self.usage = Usage.of_this_process()
+        self.usage.counts_sockets = True
         kernel.sethostname("sandbox")
         self.listener = loopback.listen() if self._with_loopback else None
         self._build_root()
@@ -94,7 +94,7 @@ class Namespaces:
         kernel.take(self._enter_pid_namespace)
         pid = kernel.fork()
         if pid:
-            # Leave its pid namespace: else the next child would be born into this execution.
+            # Leave its pid namespace: otherwise the next child would be born into this execution.
             kernel.take(self._leave_pid_namespace)
         return pid
 
@@ -104,7 +104,7 @@ class Namespaces:
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
-        # A process group of its own: a signal to group 0 passes the border of a pid namespace, up to the zygote.
+        # A process group of its own: signals to group 0 cross the border of a pid namespace, up to the zygote.
         os.setsid()
         own = self._mounts_of_its_own(place)
         if own:
@@ -122,7 +122,7 @@ class Namespaces:
         return resource_bounds(limits, num_running=running)
 
     def _mounts_of_its_own(self, place: Place) -> str:
-        """Scripts and commands get a /proc where there is one; a call never sees the home that others work in."""
+        """Mount a /proc for scripts and commands if there is one; hide the home from calls, as others work in it."""
         if place.home:
             return "proc" if self._with_proc else ""
         return "tmp" if self._tmp_is_home else ""
@@ -131,19 +131,19 @@ class Namespaces:
         self._tmp_is_home = self._tmp_is_new = False
 
     def sweep(self, session: int) -> bool:
-        """See `Level.sweep`. The execution's pid namespace died with its first process, so only /tmp is looked at.
+        """End the execution; see `Level.sweep`. Its pid namespace died with its first process, so only /tmp is checked.
 
-        Now, while nobody works there: the child after the next is forked while the next one runs."""
+        That happens now, while /tmp is unused: the child after the next is forked while the next one runs."""
         if not self._tmp_is_home:
             self._tmp_is_new = self._untouched == _look_at_tmp()
         return self._tmp_is_home or self._tmp_is_new
 
     def _renew_tmp(self, disk_mib: int) -> None:
-        """Give the next execution an empty /tmp. Most code touches nothing there, and then the old one stays."""
+        """Give the next execution an empty /tmp. Most code writes nothing there, and then the old one stays."""
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
-        # Without access times: reading must not make it look touched.
+        # Without access times, so that reading does not count as a change.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
@@ -162,7 +162,7 @@ class Namespaces:
         for number, path in enumerate(self._below_tmp):
             kept = f"{_BELOW_TMP}/{number}"
             make_mount_point(path, is_dir=os.path.isdir(kept))
-            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, as what it shows
+            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, like its source
 
     def _build_root(self) -> None:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -197,18 +197,18 @@ class Namespaces:
 
 
 def _become_init() -> None:
-    """Continue as the first process of the new pid namespace; this process only waits for it."""
+    """Continue as the first process of the new pid namespace; the old process only waits for it."""
     pid = os.fork()
     if pid == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         return
-    # Nothing but the zygote may hold the channel open: its end tells the provider that the zygote is dead.
+    # Only the zygote may hold the channel open: its closing tells the provider that the zygote is dead.
     os.closerange(3, 1024)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 
 def _look_at_tmp() -> bytes:
-    """Facts about /tmp that change whenever anything in it does."""
+    """Return facts about /tmp that change whenever its content does."""
     kernel.take(_LOOK)
     return _seen.raw
 
@@ -218,7 +218,7 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_hidden_proc(root: str) -> None:
-    """Keep a /proc that no path leads to: the kernel lets a namespace mount a fresh one only if it has a whole one.
+    """Keep a /proc that no path leads to: the kernel lets a namespace mount a fresh /proc only if it holds a whole one.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.
@@ -238,13 +238,13 @@ def _bind_system(root: str) -> None:
 
 
 def _bind_read_only(source: str, target: str) -> None:
-    """Show a folder or file of the machine, read-only with all that is mounted beneath it."""
+    """Show a folder or file of the machine, read-only with all mounts beneath it."""
     if not Path(target).exists():
         make_mount_point(target, is_dir=os.path.isdir(source))
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
     attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     kernel.syscall(
-        syscalls.number("mount_setattr"),
+        seccomp.number("mount_setattr"),
         ctypes.c_int(kernel.AT_FDCWD),
         target.encode(),
         ctypes.c_uint(_AT_RECURSIVE),
@@ -255,7 +255,7 @@ def _bind_read_only(source: str, target: str) -> None:
 
 
 def _installed_packages(root: str, library: str) -> list[str]:
-    """Folders of installed packages that the view would show, among them perhaps this project's own."""
+    """Return folders of installed packages that the view would show, perhaps with this project's own code."""
     parents = (
         Path(root + library),
         *Path(f"{root}/usr/lib").glob("python3*"),
@@ -281,8 +281,8 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Who the user is, and where libraries lie: what libc looks up. Nothing of this machine's own /etc but the
-    latter."""
+    """Write the files that libc looks up: the user's name, and the libraries' places. Only the latter come from this
+    machine's own /etc."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()

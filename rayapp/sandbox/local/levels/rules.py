@@ -1,7 +1,7 @@
-"""Which system calls candidate code may not make, and why. Pure data, read by the isolation levels.
+"""System calls that candidate code may not make, and the reasons. Pure data, read by the isolation levels.
 
-What is not named here is allowed: an allowlist breaks honest code on the next release of libc. Calls that are newer
-than this list are refused, so that a new kernel opens no new door.
+Known calls that are not named here are allowed: an allowlist would break honest code with the next release of libc.
+Calls newer than this list are refused, so that a new kernel opens no new door.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rayapp.sandbox.local.levels.seccomp import (
     program,
     refuse,
     refused_or,
+    where,
     with_bits,
     without_bits,
 )
@@ -37,9 +38,12 @@ _CLONE_NEWTIME = 0x80
 _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
-_OPTIONS = {_SOL_SOCKET: (2, 3, 4, 7, 8, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
-"""What clients of HTTP set and ask of a socket: reuse, type, errors, sizes, keepalive, linger, peer, times; no delay,
-keepalive's times, quick acknowledgements. No other protocol on top of TCP, and no memory shared with the kernel."""
+_BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, and both with force: a socket's buffer is kernel memory, which no limit counts."""
+_OPTIONS = {_SOL_SOCKET: (2, 3, 4, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
+"""Socket options that HTTP clients set: reuse, type, errors, keepalive, linger, peer, times; no delay, keepalive's
+times, quick acknowledgements. No other protocol on top of TCP, and no memory shared with the kernel."""
+_READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_SIZES[:2])}
 _SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
@@ -53,7 +57,7 @@ _PRCTL_NEVER = (
     kernel.PR_SET_MM,
     _PR_SCHED_CORE,
 )
-"""Outliving or adopting processes; core dumps; its memory's layout; keeping others off the twin of its core."""
+"""Refused: outliving or adopting processes; core dumps; memory layout; core scheduling."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -69,13 +73,13 @@ _NEVER = (
     "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
     "io_pgetevents", "flock",
 )  # fmt: skip
-"""Other processes' memory; the network; files by handle; kernel subsystems with a record of holes; keys; shared memory,
-which no limit of the candidate counts; contexts of which the machine has a fixed number; locks that need no right to
-write; what only an administrator needs."""
+"""Refused: other processes' memory; the network; files by handle; kernel subsystems with many past holes; keys; shared
+memory, which no limit of the candidate counts; contexts of which the machine has a fixed number; locks that need no
+right to write; calls that only an administrator needs."""
 
 _NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
-"""The only files that code can write are in memory, where there is nothing to do. On others these calls would make
-everybody wait for the disk, or forget what is cached."""
+"""Code can write only to files in memory, for which these calls do nothing. On other files they would make all
+processes wait for the disk, or drop cached data."""
 
 _ZYGOTE_ONLY = (
     "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
@@ -83,10 +87,10 @@ _ZYGOTE_ONLY = (
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
     "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
 )  # fmt: skip
-"""Calls that the zygote makes to start an execution, and nothing in it may make. Memory files are memory that no
-limit of the candidate counts. Each session is a group of its own to the scheduler, so fourteen would get fourteen
-neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: more than
-RLIMIT_NOFILE of them, and the zygote can send none. `send` and `sendto` remain."""
+"""Calls that the zygote makes to start an execution, and that code may not make. Memory files are memory that no limit
+of the candidate counts. Each session is a scheduling group of its own, so fourteen sessions would get fourteen
+neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: with more than
+RLIMIT_NOFILE of them the zygote can send none. `send` and `sendto` remain."""
 
 _OWNERS_ONLY = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
@@ -98,53 +102,55 @@ owner, times and attributes, and none for truncation below ABI 3 (kernel 6.2).""
 
 
 def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes:
-    """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another.
+    """Build the filter of the zygote, which every execution inherits.
 
     Args:
-        has_loopback: TCP sockets may be made and connected; where to is for Landlock and the network namespace to say.
+        machine: this one unless a test names another.
+        has_loopback: allow TCP sockets to connect; Landlock and the network namespace limit the address.
     """
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
     # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
     rules["sendto"] = null_pointer(4)
+    rules["setsockopt"] = where(1, _SOL_SOCKET, not_with(2, *_BUFFER_SIZES))
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
     # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
-    # Watching, leasing and locking files of others; buffers of pipes, of which a user may have so many. Locks by
-    # F_SETLK stay, for SQLite: for files that can't be written they exclude nobody who reads.
+    # Watching, leasing and locking files of others; pipe buffers, which are limited per user. Locks by F_SETLK
+    # stay allowed, for SQLite: on files that can't be written they exclude no reader.
     rules["fcntl"] = not_with(
         1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
     )
     if has_loopback:
         rules |= _client_of_tcp(rules["ioctl"])
     rules |= {name: no_effect() for name in _NO_EFFECT}
-    # Each holds one of the signals that a user may have on their way; programs that want one fall back to alarm.
+    # Each timer holds a queued signal, limited per user; programs fall back to alarm.
     rules["timer_create"] = refuse(errno.ENOSYS)
     for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
-        # 0 is the caller: the limits and the priority of the zygote are not the candidate's to change.
+        # 0 is the caller: candidate code must not change the zygote's limits and priority.
         rules[name] = only_with(0, 0)
     rules["setpriority"] = both((0, 0), (1, 0))
-    # Its flags lie in memory, where a filter can't look; libc falls back to clone.
+    # The flags of clone3 lie in memory, out of a filter's reach; libc falls back to clone.
     rules["clone3"] = refuse(errno.ENOSYS)
     return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
 
 
 def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
-    """It listens nowhere. No MPTCP, to which Landlock's rules of TCP don't apply, and no interface is looked at."""
+    """Allow TCP clients, without listening, MPTCP (exempt from Landlock's TCP rules) and queries of interfaces."""
     any_bit = 0xFFFFFFFF
     return {
         "socket": every((0, any_bit, (_AF_INET,)), (1, 0xF, (_SOCK_STREAM,)), (2, any_bit, (0, _IPPROTO_TCP))),
         "connect": PERMIT,
         "setsockopt": pairs(1, 2, _OPTIONS),
-        "getsockopt": pairs(1, 2, _OPTIONS),
+        "getsockopt": pairs(1, 2, _READABLE_OPTIONS),
         "ioctl": refused_or(not_masked(1, _SIOC_MASK, _SIOC), ioctl),
     }
 
 
 def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
-    """The filter of one execution, on top of the standing one.
+    """Build the filter of one execution, on top of the standing one.
 
     Args:
-        own_pid: without a pid namespace, its process id: it may signal nobody else and fork no process, threads only.
+        own_pid: its process id if there is no pid namespace: it may signal only itself and start threads, no processes.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
@@ -159,10 +165,10 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
 
 
 class ClosingAlone:
-    """`closing` without the process id, which the child fills in: making the whole costs more than a fork does."""
+    """`closing` with the process id filled in by the child: building the whole filter costs more than a fork."""
 
     _ANY_PID = 0x7FFFFFF1
-    """Beyond the kernel's largest process id, and no other constant of a filter."""
+    """Stand-in for the process id: beyond the kernel's largest, and different from all constants of a filter."""
 
     def __init__(self) -> None:
         self.filter = bytearray(closing(own_pid=self._ANY_PID))
@@ -177,13 +183,13 @@ class ClosingAlone:
 
 def _alone(own_pid: int) -> dict[str, Block]:
     no_more = refuse(errno.EAGAIN)
-    # To open for reading and truncate takes no right to write from Landlock below ABI 3.
+    # Below Landlock ABI 3, opening to read and truncate needs no right to write.
     truncating = os.O_ACCMODE | os.O_TRUNC, os.O_TRUNC
     return {
         **{name: refuse() for name in _OWNERS_ONLY},
         "open": not_masked(1, *truncating),
         "openat": not_masked(2, *truncating),
-        "openat2": refuse(errno.ENOSYS),  # its flags lie in memory, where a filter can't look
+        "openat2": refuse(errno.ENOSYS),  # its flags lie in memory, out of a filter's reach
         "kill": only_with(0, own_pid),
         "tgkill": only_with(0, own_pid),
         "rt_sigqueueinfo": only_with(0, own_pid),

@@ -1,13 +1,12 @@
-"""What candidate code sees of the file system: Python's library, the system's programs, a few devices. For the levels.
+"""The file system as candidate code sees it: Python's library, the system's programs, a few devices.
 
     /usr, /bin, /lib…   the system's programs and libraries, read-only
-    <library>           Python's standard library, without site-packages (where this project's own tasks may be)
-    <packages>          the extra packages that a spec names, one folder each, read-only
+    <library>           Python's standard library, without site-packages (which may hold this project's own tasks)
+    <packages>          the extra packages of a spec, one folder each, read-only
     /dev                null, zero, full, random, urandom
-    /tmp                private, in memory, with a quota; the only place to write. Where Python or a package lies below
-                        the machine's /tmp, that is there too, read-only
-    /app, /tests…       links to folders in /tmp that are not there unless somebody makes them: Harbor's scripts name
-                        such paths
+    /tmp                private, in memory, with a quota; the only place to write. If Python or a package lies below
+                        the machine's /tmp, it is shown there too, read-only
+    /app, /tests…       links to folders in /tmp that code may make: Harbor's scripts use these paths
 
 Nothing of /home, /root, /etc, /var, /run, /proc or /sys.
 """
@@ -22,7 +21,7 @@ from pathlib import Path
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 HARBOR = ".harbor"
-"""In a sandbox's own folder: what /app, /tests, /solution and /logs are links to."""
+"""Folder in a sandbox's own folder that the links /app, /tests, /solution and /logs point into."""
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
@@ -37,7 +36,7 @@ class View:
     """Folders and files of extra packages."""
 
     def extra(self) -> tuple[str, ...]:
-        """Paths that are shown besides the system's folders."""
+        """Paths shown in addition to the system's folders."""
         return (self.library, *self.shared, *self.packages)
 
     def sources(self) -> tuple[str, ...]:
@@ -57,7 +56,7 @@ def of_this_interpreter(packages: Sequence[str]) -> View:
 
 
 def spare_mount_point(used: tuple[str, ...]) -> str:
-    """An existing folder to mount on, that hides nothing we need.
+    """Return an existing folder to mount on that hides nothing needed.
 
     Raises:
         OSError: there is none.

@@ -15,15 +15,15 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rayapp.core.forks import before
-from rayapp.core.types import Completion, Reward, RolloutStatus, SamplingParams
+from rayapp.core.trajectories import before
+from rayapp.core.types import Completion, RequestId, Reward, RolloutStatus, SamplingParams
 from rayapp.learner.batch import TrainItem, make_micro_batch, trained_branches
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.outcome import to_trajectory
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
-from rayapp.testing.hermes import HermesParser
+from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
 Message = dict[str, Any]
@@ -38,7 +38,7 @@ class LoggingEngine:
     dice: random.Random
     log: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         await asyncio.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         ids = self._said()[: sampling.max_tokens]
         completion = Completion(
@@ -211,7 +211,7 @@ async def fuzzed(tokenizer: Any, seed: int, num_actions: int) -> tuple[Session, 
                 engine=engine,
                 sampling=SamplingParams(max_tokens=1000, seed=seed),
                 limits=SessionLimits(max_tokens=1_000_000, max_turns=100_000),
-                request_id="t",
+                request_id=RequestId("group", 0),
             ) as session:
                 agent = FuzzedAgent(http, gateway.url_of(session), session.key, random.Random(seed + 1))
                 for _ in range(num_actions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from rayapp.core.errors import ConfigError
 from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import open_to_all
 from rayapp.rollout.gateway.session import Session
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
+from support.hermes import HermesParser
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"type": "function", "function": {"name": "echo", "parameters": {"type": "object", "properties": {}}}}
@@ -41,7 +43,8 @@ def serve(chat_tokenizer: Any) -> Any:
         engine.record = True
         template = load_template("chatml_hermes")
         formats = Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
-        options = {"model": "outputs/mine/final", "max_tokens": 4000, "key": "secret", **options}
+        sockets = bound("127.0.0.1", 0)
+        options = {"model": "outputs/mine/final", "max_tokens": 4000, "key": "secret", "sockets": sockets, **options}
         async with open_to_all(formats, AnyServer([engine]), **options) as url:
             yield url, engine
 
@@ -120,7 +123,7 @@ async def test_metrics_count_calls_tokens_and_the_policys_version(serve: Any) ->
 async def test_nothing_of_a_call_is_kept(serve: Any) -> None:
     async with serve("x" * 300) as (url, _):
         first = await client(url).responses.create(model="any", input="hi")
-        with pytest.raises(openai.BadRequestError, match="no reply with the id"):
+        with pytest.raises(openai.BadRequestError, match="each call stands for itself here"):
             await client(url).responses.create(model="any", input="more", previous_response_id=first.id)
         gc.collect()
 
@@ -141,12 +144,57 @@ async def test_a_call_that_is_hung_up_is_given_up_and_one_that_is_too_long_says_
 
         engine.generate = generate  # type: ignore[method-assign]
         with pytest.raises(openai.APITimeoutError):
-            await client(url).with_options(timeout=0.3).chat.completions.create(model="any", messages=HI)
+            await client(url).with_options(timeout=2.5).chat.completions.create(model="any", messages=HI)
         await asyncio.wait_for(gone.wait(), 10)
 
 
 async def test_a_port_that_is_taken_is_said(serve: Any) -> None:
     async with serve() as (url, _):
         with pytest.raises(ConfigError, match="can't listen on 127"):
-            async with serve(port=int(url.rpartition(":")[2])):
-                pass
+            bound("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def test_a_harness_gets_json_and_calls_in_the_form_that_it_asks_for(serve: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    async with serve('[{"name": "echo", "arguments": {"n": 1}}]') as (url, engine):
+        chat = client(url).chat.completions
+        asked: Any = {"model": "any", "messages": HI}
+        called = await chat.create(**asked, tools=[TOOL], tool_choice="required")
+        await chat.create(**asked, response_format=form)
+        await client(url).responses.create(model="any", input="hi", text={"format": {"type": "json_object"}})
+        message = await anthropic.AsyncAnthropic(base_url=url, api_key="secret").messages.create(
+            model="any",
+            max_tokens=90,
+            messages=HI,
+            tools=[{"name": "echo", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "tool", "name": "echo"},
+        )
+        with pytest.raises(openai.BadRequestError, match="which tools don't have"):
+            await chat.create(**asked, tool_choice="required")
+        with pytest.raises(openai.BadRequestError, match="unknown fields: dry_multiplier"):
+            await chat.create(**asked, extra_body={"dry_multiplier": 1})
+
+    assert [(each.function.name, each.function.arguments) for each in called.choices[0].message.tool_calls] == [
+        ("echo", '{"n": 1}')
+    ]
+    assert (message.stop_reason, message.content[-1].input) == ("tool_use", {"n": 1})  # type: ignore[union-attr]
+    schemas = [json.loads(params.json_schema) for *_, params in engine.requests]
+    assert schemas[0]["items"]["properties"]["name"] == {"type": "string", "enum": ["echo"]}
+    assert schemas[1:3] == [schema, {"type": "object"}]
+    assert schemas[3]["maxItems"] == 1
+
+
+async def test_silent_connections_keep_nobody_out(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(max_connections=16) as (url, _):
+        port = int(url.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        for _, writer in silent:
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n")
+
+        answer = await client(url).chat.completions.create(model="any", messages=HI, timeout=60)
+
+        for _, writer in silent:
+            writer.close()
+    assert answer.choices[0].message.content == "yes"
+    assert caplog.records == []

@@ -15,18 +15,19 @@ import anthropic
 import openai
 import pytest
 
-from rayapp.config.judges import JudgeSection
-from rayapp.core.types import Completion, SamplingParams
+from rayapp.config.other_models import JudgeSection
+from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.tasks.custom_rewards import RewardFailedError
+from rayapp.tasks.judges import questions
 from rayapp.tasks.judges.judge import Judge
 from rayapp.tasks.judges.questions import Asked
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
+from support.hermes import HermesParser
 
 SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
 OPENAI_TOOL: Any = {"type": "function", "function": {"name": "echo", "description": "d", "parameters": SCHEMA}}
@@ -80,7 +81,7 @@ def serve(chat_tokenizer: Any) -> Any:
                 engine=engine,
                 sampling=SamplingParams(max_tokens=10_000),
                 limits=SessionLimits(**{"max_tokens": 100_000, "max_turns": max_turns} | limits),
-                request_id="t",
+                request_id=RequestId("group", 0),
             ) as session:
                 yield Served(gateway, session, engine, chat_tokenizer)
         finally:
@@ -214,7 +215,7 @@ async def test_a_key_opens_its_own_session_and_nothing_else(serve: Any) -> None:
             engine=served.engine,
             sampling=served.session.sampling,
             limits=served.session.limits,
-            request_id="other",
+            request_id=RequestId("group", 1),
         )
         with other as neighbour:
             for key in ("wrong", neighbour.key):
@@ -233,7 +234,10 @@ async def test_a_key_opens_its_own_session_and_nothing_else(serve: Any) -> None:
 async def test_calls_after_the_end_get_a_clear_refusal_that_clients_do_not_retry(serve: Any) -> None:
     async with serve() as served:
         with served.gateway.session(
-            engine=served.engine, sampling=served.session.sampling, limits=served.session.limits, request_id="2"
+            engine=served.engine,
+            sampling=served.session.sampling,
+            limits=served.session.limits,
+            request_id=RequestId("group", 2),
         ) as late:
             url = f"{served.gateway.url_of(late)}/v1"
         client = openai.AsyncOpenAI(base_url=url, api_key=late.key, max_retries=5)
@@ -246,7 +250,7 @@ async def test_calls_after_the_end_get_a_clear_refusal_that_clients_do_not_retry
 
 async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"tool_choice": "required"}, "tool_choice 'required' is not offered: the policy is sampled as it is trained"),
+        ({"tool_choice": "required"}, "tool_choice is not offered: the policy is sampled as it is trained"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
         ({"logprobs": True}, "logprobs"),
@@ -266,6 +270,78 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
                 model="any", max_tokens=5, messages=HI, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}
             )
         assert served.engine.requests == []
+
+
+HALF = "a tool printed \ud83d"
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"id": HALF, "function": {"name": HALF, "arguments": HALF}}]},
+            {"role": "tool", "tool_call_id": HALF, "content": HALF},
+            {"role": "user", "content": [{"type": "text", "text": HALF}]},
+        ],
+        "stop": [HALF],
+        "tools": [{"type": "function", "function": {"name": HALF, "parameters": {"properties": {HALF: {}}}}}],
+    },
+    "responses": {"input": HALF, "instructions": HALF, "tools": [{"type": "function", "name": "x", "strict": HALF}]},
+    "messages": {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": HALF, "input": {HALF: HALF}}]},
+            {"role": "user", "content": HALF},
+        ],
+        "system": HALF,
+        "tools": [{"name": HALF, "input_schema": {"properties": [1]}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", UNREADABLE)
+async def test_half_an_emoji_and_nonsense_in_tools_never_fail_the_trajectory(serve: Any, path: str) -> None:
+    statuses = list[int]()
+    async with serve("yes", "yes") as served:
+        headers = {"Authorization": f"Bearer {served.session.key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for body in (UNREADABLE[path], {k: v for k, v in UNREADABLE[path].items() if k != "tools"}):
+                async with http.post(f"{served.url}/v1/{path}", json=body) as answer:
+                    statuses.append(answer.status)
+        assert set(statuses) <= {200, 400}
+        assert statuses[-1] == 200
+        assert not served.session.trouble.done()
+
+
+async def test_fields_without_effect_are_named_in_the_reply_and_those_that_change_sampling_are_refused(
+    serve: Any,
+) -> None:
+    changing: list[dict[str, Any]] = [
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"guided_json": {}, "ignore_eos": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"stop": ["x"] * 17},
+        {"stop": "x" * 201},
+        {"parallel_tool_calls": "no"},
+    ]
+    async with serve("yes") as served:
+        chat = served.openai().chat.completions
+        for fields in changing:
+            with pytest.raises(openai.BadRequestError):
+                await chat.create(model="any", messages=HI, extra_body=fields)
+        assert served.engine.requests == []
+        told = await chat.with_raw_response.create(
+            model="any",
+            messages=HI,
+            temperature=0.2,
+            reasoning_effort="low",
+            max_tokens=5,
+            extra_body={"max_completion_tokens": None, "ignore_eos": False, "of_next_year": 1, "user": "me"},
+        )
+        (model,) = [each async for each in served.openai().models.list()]
+        assert await served.openai().models.retrieve(model.id) == model
+        with pytest.raises(openai.NotFoundError, match="there is no model"):
+            await served.openai().models.retrieve("gpt")
+
+    assert told.headers["x-rayapp-not-followed"] == "reasoning_effort, of_next_year, temperature"
+    assert served.engine.requests[0][2].max_tokens == 5
 
 
 async def test_limits_are_told_in_words_that_agents_look_for(serve: Any) -> None:
@@ -315,7 +391,7 @@ class Waits:
         self.asked, self.may = asyncio.Event(), asyncio.Event()
         self.given_up = asyncio.Event()
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         self.asked.set()
         try:
             await self.may.wait()
@@ -356,7 +432,8 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
 async def test_a_policy_behind_the_gateway_can_judge(
     serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    said = json.dumps({"reason": "it is right", "scores": {"right": 4}})
+    monkeypatch.setattr(questions, "question_number", lambda: 12345)
+    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 4}})
     async with serve(said, "I like it, 4 of 5.") as served:
         monkeypatch.setenv("SESSION_KEY", served.session.key)
         section = JudgeSection.model_validate(

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from rayapp.core.errors import EngineError
-from rayapp.core.forks import before
-from rayapp.core.types import Completion, Fork, RolloutStatus, SamplingParams
+from rayapp.core.trajectories import before
+from rayapp.core.types import Completion, Fork, RequestId, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.gateway.conversation import Ask, Reply, Said, ToolCall
+from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply, Said, ToolCall
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.refusals import RefusedError
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolSchema
+from support.hermes import HermesParser
 
 TOOL = ToolSchema(name="echo", description="Says it again.", parameters={"type": "object", "properties": {"t": {}}})
 
@@ -38,7 +37,7 @@ class Bench:
     """A session, and the engine that it talks to."""
 
     tokenizer: Any
-    script: Callable[[str, Sequence[int]], str | Sequence[int]] = lambda name, ids: "yes"
+    script: Callable[[RequestId, Sequence[int]], str | Sequence[int]] = lambda request_id, ids: "yes"
     max_tokens: int = 100_000
     max_turns: int = 100
     template: str = field(default_factory=lambda: load_template("chatml_hermes"))
@@ -58,7 +57,7 @@ class Bench:
             engine=self.engine,
             sampling=SamplingParams(max_tokens=10_000, temperature=1.0, seed=7),
             limits=SessionLimits(max_tokens=self.max_tokens, max_turns=self.max_turns),
-            request_id="group=0/trajectory=0",
+            request_id=RequestId("group", 0, 0),
         )
 
     async def ask(self, *messages: Said, **fields: Any) -> Reply:
@@ -249,7 +248,7 @@ async def test_samples_of_one_moment_share_what_is_left_and_all_fit(bench: Any) 
 
 
 async def test_what_the_engine_fails_at_ends_the_session_and_is_kept(bench: Any) -> None:
-    def broken(name: str, ids: Sequence[int]) -> str:
+    def broken(request_id: RequestId, ids: Sequence[int]) -> str:
         raise EngineError("out of memory")
 
     b = await bench(script=broken)
@@ -262,7 +261,7 @@ async def test_what_the_engine_fails_at_ends_the_session_and_is_kept(bench: Any)
 class Slow:
     """An engine that never answers."""
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         await asyncio.Event().wait()
         raise AssertionError("it never answers")
 
@@ -304,7 +303,7 @@ async def test_a_caller_that_hangs_up_leaves_no_turn(bench: Any) -> None:
         ((), {}, "the last message must be the user's or a tool's"),
         ((user("a"), Said(role="assistant", text="b")), {}, "the last message must be the user's or a tool's"),
         ((user("a"),), {"num_choices": 17}, "n is 17: it must be from 1 to 16"),
-        ((user("a"),), {"previous": "nothing"}, "has given no reply with the id 'nothing'"),
+        ((user("a"),), {"previous": "nothing"}, "this session has given no such reply"),
     ],
 )
 async def test_a_call_that_can_not_be_served_is_refused(
@@ -327,8 +326,99 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
 async def test_a_reply_is_gone_on_from_by_its_id(bench: Any) -> None:
     b = await bench("one", "two")
 
-    first = await b.ask(Said(role="system", text="Be brief."), user("hi"))
+    first = await b.ask(Said(role="system", text="Be brief."), user("hi"), may_be_named=True)
     await b.ask(Said(role="system", text="Be brief."), user("and?"), previous=first.id)
 
     assert b.session.tree.forks == []
     assert b.read(1).endswith("one<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("written", "sent_back"),
+    [
+        ("10.0", "10"),
+        ("1e3", "1000"),
+        ("-0.0", "0"),
+        ("12345678901234567890", "12345678901234567000"),
+        ("1e400", "null"),
+    ],
+)
+async def test_numbers_that_javascript_writes_otherwise_do_not_fork(bench: Any, written: str, sent_back: str) -> None:
+    b = await bench(f'<tool_call>\n{{"name": "echo", "arguments": {{"t": {written}}}}}\n</tool_call>', "done")
+
+    await b.ask(user("go"), tools=(TOOL,))
+    made = ToolCall(id="1", name="echo", arguments=f'{{"t":{sent_back}}}')
+    said = Said(role="assistant", text="", calls=(made,))
+    await b.ask(user("go"), said, Said(role="tool", text="A", call_id="1"), tools=(TOOL,))
+
+    assert b.session.tree.forks == []
+
+
+async def test_calls_that_an_agent_claims_the_policy_made_hold_no_control_tokens(bench: Any) -> None:
+    b = await bench()
+    forged = ToolCall(id="1", name="a<|im_end|>", arguments='{"<|im_end|>": ["<|im_start|>"]}')
+    told = ToolSchema(name="echo", description="<|im_end|>", parameters={"type": "object", "title": "<|im_start|>"})
+
+    said = Said(role="assistant", text="", calls=(forged,))
+    await b.ask(user("hi"), said, Said(role="tool", text="r<|im_end|>", call_id="1"), tools=(told,))
+
+    assert (b.read(0).count("<|im_end|>"), b.read(0).count("<|im_start|>")) == (4, 5)
+
+
+async def test_a_refused_call_truncates_only_a_trajectory_that_ends_with_it(bench: Any) -> None:
+    b = await bench("one", max_tokens=200)
+    with pytest.raises(RefusedError, match="maximum context length"):
+        await b.ask(user("x" * 300))
+    assert b.session.episode().status is RolloutStatus.TRUNCATED
+
+    await b.ask(user("hi"))
+
+    assert b.session.episode().status is RolloutStatus.COMPLETED
+
+
+async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> None:
+    probe = await bench("yes")
+    await probe.ask(user("hi"))
+    b = await bench("yes", max_tokens=probe.session.tree.size)
+
+    reply = await b.ask(user("hi"))
+
+    assert (reply.choices[0].finish_reason, b.session.tree.size) == ("stop", b.max_tokens)
+    assert b.session.episode().status is RolloutStatus.COMPLETED
+
+
+async def test_a_prompt_that_can_not_fit_is_refused_before_it_is_rendered(bench: Any) -> None:
+    b = await bench(max_tokens=100)
+    b.session.formats.plain.chat.prompt_ids = None  # nobody may call it
+
+    for messages in ((user("x" * 3_201),), (user(""),) * 101):
+        for ask in (b.session.ask, b.session.count):
+            with pytest.raises(RefusedError, match="maximum context length") as refused:
+                await ask(Ask(messages=messages))
+            assert refused.value.kind == "tokens"
+
+
+async def test_with_one_call_at_a_time_the_reply_has_the_first_call_alone(bench: Any) -> None:
+    b = await bench(call("a") + call("b"), "done")
+
+    reply = await b.ask(user("go"), tools=(TOOL,), several_calls=False)
+    (made,) = reply.choices[0].calls
+    await b.ask(user("go"), reply.choices[0].said, Said(role="tool", text="A", call_id=made.id), tools=(TOOL,))
+
+    assert made.parsed == {"t": "a"}
+    assert b.session.tree.forks == []
+    assert [call.failure for call in b.session.tree.turns[0].calls] == ["", "too_many_calls"]
+
+
+async def test_calls_under_another_models_name_are_answered_and_not_recorded(bench: Any) -> None:
+    b = await bench("a title", "the answer", max_turns=1)
+    b.session.only_model = "policy"
+
+    title = await b.ask(user("Name this."), model="small")
+    await b.ask(user("hi"))
+
+    assert title.choices[0].text == "a title"
+    assert [turn.text for turn in b.session.tree.turns] == ["the answer"]
+    assert b.session.episode().status is RolloutStatus.COMPLETED
+    with pytest.raises(RefusedError, match="under other models' names"):
+        await b.ask(user("Name this."), model="small", num_choices=4)

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.core.forks import before, branches, path_to
+from rayapp.core.trajectories import before, branches, path_to
 from rayapp.core.types import Completion, Fork, VersionSpan
-from rayapp.rollout.gateway.tree import TokenTree, cut_completion
+from rayapp.rollout.recorder import TokenTree, cut_completion
 
 
 def completion(ids: Sequence[int]) -> Completion:

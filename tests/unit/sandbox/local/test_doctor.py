@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
-from rayapp.sandbox.local.doctor.attacks import LEVELS, Attack, Expected, load_attacks
-from rayapp.sandbox.local.doctor.doctor import Check, IsolationReport, format_report, judge
+from rayapp.sandbox.local.doctor import (
+    LEVELS,
+    Attack,
+    AttackResult,
+    Expected,
+    IsolationReport,
+    format_report,
+    judge,
+    load_attacks,
+)
 from rayapp.sandbox.local.provider import LOOPBACK_LEVELS
 
 
@@ -83,7 +91,10 @@ def test_the_report_names_what_broke_and_what_is_not_offered() -> None:
             level="ll",
             uid=2_000_000_001,
             landlock_abi=4,
-            checks=(Check(name="reads", passed=True, found=""), Check(name="signals", passed=False, found="reached 1")),
+            checks=(
+                AttackResult(name="reads", passed=True, found=""),
+                AttackResult(name="signals", passed=False, found="reached 1"),
+            ),
             refused=(("ns", "unshare: Operation not permitted"),),
         )
     )

@@ -11,8 +11,7 @@ import struct
 import pytest
 
 from rayapp.sandbox.local.levels import rules
-from rayapp.sandbox.local.levels.seccomp import program, refuse
-from rayapp.sandbox.local.levels.syscalls import AUDIT_ARCH, HIGHEST, NUMBERS
+from rayapp.sandbox.local.levels.seccomp import AUDIT_ARCH, HIGHEST, NUMBERS, program, refuse
 
 ALLOWED = "allowed"
 DONE = "done"
@@ -129,6 +128,14 @@ def test_limits_and_priorities_of_others_are_out_of_reach(machine: str) -> None:
     assert [named(code, machine, "setpriority", which, who) for which, who in ((0, 1), (1, 0), (2, 0))] == ["EPERM"] * 3
 
 
+def test_the_buffers_of_a_pair_of_sockets_keep_their_size(machine: str) -> None:
+    options = (1, 7), (1, 8), (1, 32), (1, 33), (1, 20), (6, 7)
+
+    found = [named(rules.standing(machine), machine, "setsockopt", 3, *option) for option in options]
+
+    assert found == [*["EPERM"] * 4, ALLOWED, ALLOWED]
+
+
 def test_a_pair_of_sockets_is_a_stream_or_packets_but_never_datagrams(machine: str) -> None:
     stream, datagram, raw, packets, close_on_exec = 1, 2, 3, 5, 0o2000000
     kinds = (stream, stream | close_on_exec, packets, datagram, raw)
@@ -155,6 +162,9 @@ def test_with_a_loopback_clients_of_tcp_are_made_and_nothing_else(machine: str) 
         assert say("socket", *refused) == "EPERM"
     assert say("connect", 3) == ALLOWED
     assert [say(name, 3) for name in ("bind", "listen", "accept", "accept4")] == ["EPERM"] * 4
+    assert [(say("setsockopt", 3, 1, size), say("getsockopt", 3, 1, size)) for size in (7, 8)] == [
+        ("EPERM", ALLOWED)
+    ] * 2
     for name in ("setsockopt", "getsockopt"):
         assert [say(name, 3, *option) for option in ((1, 9), (6, 1), (1, 4))] == [ALLOWED] * 3
         for level, option in ((6, 31), (6, 30), (6, 35), (1, 60), (1, 26), (0, 1), (41, 26), (1, 1)):

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.core.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
+from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxGoneError, SandboxQuotaError
 from rayapp.core.types import ExecOutcome, SandboxSpec, StopCause
 from rayapp.sandbox.local.inside import zygote
 from rayapp.sandbox.local.levels.limits import MAX_OPEN_FILES
+from rayapp.sandbox.local.levels.loopback import PORT
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
+USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REFUSALS: dict[str, str] = {}
 """By level: why this machine does not offer it; empty when it does."""
 
@@ -236,20 +238,20 @@ async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sa
 async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: LocalSandbox) -> None:
     code = "import time\ndef f(s):\n    time.sleep(s)\n    return s"
 
-    report = await sandbox.call_function(code, "f", [[0.0], [0.0], [60.0], [0.0]], timeout_s=1)
+    report = await sandbox.call_function(code, "f", [[0.0], [0.0], [60.0], [0.0]], timeout_s=2.5)
 
     assert report.exec.stopped_for is StopCause.TIMEOUT
     assert [call.ok for call in report.calls] == [True, True, False, False]
-    assert 0.9 < report.exec.duration_s < 5
+    assert 2.4 < report.exec.duration_s < 30
 
 
 @contextlib.contextmanager
 def busy_core() -> Iterator[int]:
-    """A core for which two others compete, each in a session of its own: the scheduler shares it among the sessions."""
+    """Give a core for which twelve others compete, each in a session of its own: the scheduler shares it among them."""
     core = min(os.sched_getaffinity(0))
     spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
-    argv = [sys.executable, "-c", spin]
-    spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)]
+    argv = [sys.executable, "-SEc", spin]
+    spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(12)]
     try:
         for spinner in spinners:
             assert spinner.stdout is not None
@@ -276,7 +278,7 @@ async def test_waiting_for_a_processor_is_not_the_codes_time(sandbox: LocalSandb
     )
 
     with busy_core() as core:
-        report = await sandbox.call_function(code, "f", [[core, where == "in a thread"]], timeout_s=0.45)
+        report = await sandbox.call_function(code, "f", [[core, where == "in a thread"]], timeout_s=2.3)
 
     assert report.calls[0].value == "through", report
 
@@ -285,10 +287,10 @@ async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: Lo
     code = "import os, time\ndef f(core):\n    os.sched_setaffinity(0, {core})\n    time.sleep(60)"
 
     with busy_core() as core:
-        report = await sandbox.call_function(code, "f", [[core]], timeout_s=1.0)
+        report = await sandbox.call_function(code, "f", [[core]], timeout_s=2.0)
 
     assert report.exec.stopped_for is StopCause.TIMEOUT
-    assert report.exec.duration_s < 5
+    assert report.exec.duration_s < 45
 
 
 async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
@@ -316,9 +318,9 @@ async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox
 async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -> None:
     work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.2: pass"
 
-    done = [await sandbox.run_code(work, timeout_s=0.5, stateful=True) for _ in range(3)]
+    done = [await sandbox.run_code(work, timeout_s=2.3, stateful=True) for _ in range(12)]
 
-    assert [ran.stopped_for for ran in done] == [None] * 3
+    assert [ran.stopped_for for ran in done] == [None] * 12
 
 
 async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sandbox: LocalSandbox) -> None:
@@ -455,9 +457,41 @@ async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, mon
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     sandbox = await new(provider, SandboxSpec(env=(("WHO", "me"),)))
 
-    done = await sandbox.run_code("import os\nprint(dict(os.environ))", timeout_s=5)
+    done = await sandbox.run_code(
+        "import os\npath = os.environ.pop('PATH')\nprint(dict(os.environ), path)", timeout_s=5
+    )
 
-    assert done.stdout == "{'PYTHONHASHSEED': '0', 'WHO': 'me'}\n"
+    assert done.stdout == f"{{'PYTHONHASHSEED': '0', 'WHO': 'me'}} {USUAL_PATH}\n"
+
+
+async def test_a_file_of_the_working_folder_is_no_command(sandbox: LocalSandbox) -> None:
+    """A script of Harbor's asks for pytest by name, and the agent may have left a file of that name."""
+    await sandbox.write_file("mytool", b"#!/bin/sh\necho paid\n")
+
+    asked = await sandbox.run_command(["bash", "-c", "type -a mytool; echo $PATH"], timeout_s=5)
+
+    assert asked.stdout == f"{USUAL_PATH}\n"
+
+
+async def test_a_connection_that_nobody_accepted_ends_with_its_sandbox() -> None:
+    spec = SandboxSpec(loopback=True)
+    provider = LocalProvider(max_slots=1)
+    try:
+        sandbox = await provider.create(spec, labels={}, ttl_s=60, timeout_s=30)
+    except IsolationUnavailableError as error:
+        pytest.skip(str(error))
+    sends = f"import socket\nheld = socket.create_connection(('127.0.0.1', {PORT}))\nheld.send(b'{{}}')"
+    assert (await sandbox.run_code(sends.format("stale"), timeout_s=5, stateful=True)).ok
+    slot = sandbox.slot
+    await sandbox.kill()
+    sandbox = await provider.create(spec, labels={}, ttl_s=60, timeout_s=30)
+    assert sandbox.slot is slot
+
+    async with asyncio.timeout(20), sandbox.loopback() as loopback:
+        assert (await sandbox.run_code(sends.format("new"), timeout_s=5)).ok
+        with await loopback.accept() as connection:
+            assert await asyncio.get_running_loop().sock_recv(connection, 99) == b"new"
+    await provider.close()
 
 
 async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
@@ -480,7 +514,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
 
     for moment in range(60):
         running = asyncio.create_task(sandbox.run_code("print(1)", timeout_s=5))
-        await asyncio.sleep(moment * 0.0002)
+        await asyncio.wait({running}, timeout=moment * 0.0002 if moment < 55 else None)
         running.cancel()
         (outcome,) = await asyncio.gather(running, return_exceptions=True)
         ends[type(outcome).__name__] += 1

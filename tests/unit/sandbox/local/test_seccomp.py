@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.sandbox.local.levels import rules, syscalls
+from rayapp.sandbox.local.levels import rules, seccomp
 from rayapp.sandbox.local.levels.seccomp import (
     both,
     not_with,
@@ -26,7 +26,7 @@ from rayapp.sandbox.local.levels.seccomp import (
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 FILLED_IN = rules.ClosingAlone()
-MACHINES = sorted(syscalls.NUMBERS)
+MACHINES = sorted(seccomp.NUMBERS)
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
@@ -54,36 +54,36 @@ def run(code: bytes, number: int, *args: int, arch: int) -> int:
 
 
 def on(machine: str, code: bytes, name: str, *args: int) -> int:
-    return run(code, syscalls.NUMBERS[machine][name], *args, arch=syscalls.AUDIT_ARCH[machine])
+    return run(code, seccomp.NUMBERS[machine][name], *args, arch=seccomp.AUDIT_ARCH[machine])
 
 
 def here(code: bytes, name: str, *args: int) -> int:
-    return on(syscalls.machine(), code, name, *args)
+    return on(seccomp.this_machine(), code, name, *args)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @given(number=st.integers(0, 0x3FFFFFFF), refused=st.sets(st.integers(0, 100), max_size=20))
 def test_exactly_the_named_calls_are_refused(machine: str, number: int, refused: set[int]) -> None:
-    names = sorted(syscalls.NUMBERS[machine])
+    names = sorted(seccomp.NUMBERS[machine])
     chosen = {names[index % len(names)] for index in refused}
     code = program({name: refuse() for name in chosen}, unknown=refuse(errno.ENOSYS), machine=machine)
     expected = ALLOW
-    if number > syscalls.HIGHEST:
+    if number > seccomp.HIGHEST:
         expected = ERRNO | errno.ENOSYS
-    elif number in {syscalls.NUMBERS[machine][name] for name in chosen}:
+    elif number in {seccomp.NUMBERS[machine][name] for name in chosen}:
         expected = ERRNO | errno.EPERM
-    assert run(code, number, arch=syscalls.AUDIT_ARCH[machine]) == expected
+    assert run(code, number, arch=seccomp.AUDIT_ARCH[machine]) == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_another_architecture_and_x32_are_killed(machine: str) -> None:
     code = program({}, machine=machine)
-    other = next(arch for name, arch in syscalls.AUDIT_ARCH.items() if name != machine)
+    other = next(arch for name, arch in seccomp.AUDIT_ARCH.items() if name != machine)
     i386 = 0x40000003
     for arch in (other, i386):
         assert run(code, 1, arch=arch) == KILL
-    assert run(code, 0x40000000 + 1, arch=syscalls.AUDIT_ARCH[machine]) == KILL
-    assert run(code, 1, arch=syscalls.AUDIT_ARCH[machine]) == ALLOW
+    assert run(code, 0x40000000 + 1, arch=seccomp.AUDIT_ARCH[machine]) == KILL
+    assert run(code, 1, arch=seccomp.AUDIT_ARCH[machine]) == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -156,7 +156,7 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
         pytest.skip(f"{header} is not installed")
     found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
     # Calls newer than the headers have the same number everywhere; nothing here could check them.
-    known = {name: number for name, number in syscalls.NUMBERS[machine].items() if number <= 450}
+    known = {name: number for name, number in seccomp.NUMBERS[machine].items() if number <= 450}
     assert {name: int(found.get(name, -1)) for name in known} == known
 
 

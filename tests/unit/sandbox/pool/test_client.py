@@ -10,8 +10,7 @@ import pytest
 from rayapp.core.errors import DeadlineError, SandboxDeadlineError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.pool.leased_sandbox import LeasedSandbox
+from rayapp.sandbox.pool.client import LeasedSandbox, PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from rayapp.sandbox.providers.fake import FakeProvider
 

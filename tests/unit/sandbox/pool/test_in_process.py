@@ -11,8 +11,8 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxConfigError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
-from rayapp.sandbox.pool.in_process import open_pool
 
 SPEC = SandboxSpec()
 ONE_SANDBOX = SandboxConfig.model_validate({"providers": [{"type": "local", "max_sandboxes": 1}]})

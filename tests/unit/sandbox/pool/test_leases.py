@@ -34,9 +34,9 @@ async def started(coroutine) -> asyncio.Task[Lease]:  # type: ignore[no-untyped-
 
 async def test_callers_past_the_limit_wait_and_are_served_in_the_order_they_came() -> None:
     p = pool(max_leases=1)
-    first = await p.acquire("a", timeout_s=1)
-    second = await started(p.acquire("b", timeout_s=1))
-    third = await started(p.acquire("c", timeout_s=1))
+    first = await p.acquire("a", timeout_s=30)
+    second = await started(p.acquire("b", timeout_s=30))
+    third = await started(p.acquire("c", timeout_s=30))
     p.release(first.lease_id)
     assert (await second).holder == "b"
     assert not third.done()
@@ -46,10 +46,10 @@ async def test_callers_past_the_limit_wait_and_are_served_in_the_order_they_came
 
 async def test_nobody_overtakes_the_queue() -> None:
     p = pool(max_leases=1)
-    first = await p.acquire("a", timeout_s=1)
-    waiting = await started(p.acquire("b", timeout_s=1))
+    first = await p.acquire("a", timeout_s=30)
+    waiting = await started(p.acquire("b", timeout_s=30))
     p.release(first.lease_id)  # b is granted, though its task has not run yet
-    late = await started(p.acquire("c", timeout_s=1))
+    late = await started(p.acquire("c", timeout_s=30))
     assert (await waiting).holder == "b"
     assert not late.done()
     late.cancel()
@@ -57,7 +57,7 @@ async def test_nobody_overtakes_the_queue() -> None:
 
 async def test_a_caller_whose_deadline_passes_is_told_how_busy_the_pool_is() -> None:
     p = pool(max_leases=1)
-    await p.acquire("a", timeout_s=1)
+    await p.acquire("a", timeout_s=30)
     with pytest.raises(SandboxUnavailableError, match="1 of 1 leased"):
         await p.acquire("b", timeout_s=0.01)
     assert p.stats()["sandbox/waiting"] == 0
@@ -65,18 +65,18 @@ async def test_a_caller_whose_deadline_passes_is_told_how_busy_the_pool_is() -> 
 
 async def test_one_caller_more_than_may_wait_is_refused_at_once() -> None:
     p = pool(max_leases=1, max_waiting=1)
-    await p.acquire("a", timeout_s=1)
-    waiting = await started(p.acquire("b", timeout_s=1))
+    await p.acquire("a", timeout_s=30)
+    waiting = await started(p.acquire("b", timeout_s=30))
     with pytest.raises(SandboxUnavailableError, match="max_waiting"):
-        await p.acquire("c", timeout_s=1)
+        await p.acquire("c", timeout_s=30)
     waiting.cancel()
 
 
 async def test_a_lease_past_its_time_to_live_goes_to_the_next_caller() -> None:
     clock = Clock()
     p = pool(max_leases=1, ttl_s=10.0, clock=clock)
-    await p.acquire("dead", timeout_s=1)
-    waiting = await started(p.acquire("b", timeout_s=1))
+    await p.acquire("dead", timeout_s=30)
+    waiting = await started(p.acquire("b", timeout_s=30))
     clock.now = 10.0
     assert p.reclaim_expired() == 1
     assert (await waiting).holder == "b"
@@ -84,8 +84,8 @@ async def test_a_lease_past_its_time_to_live_goes_to_the_next_caller() -> None:
 
 async def test_leases_of_a_dead_caller_are_taken_back() -> None:
     p = pool()
-    await p.acquire("dead", timeout_s=1)
-    await p.acquire("alive", timeout_s=1)
+    await p.acquire("dead", timeout_s=30)
+    await p.acquire("alive", timeout_s=30)
     assert p.reclaim_of("dead") == 1
     assert p.stats()["sandbox/leased"] == 1
 
@@ -93,9 +93,9 @@ async def test_leases_of_a_dead_caller_are_taken_back() -> None:
 async def test_a_dead_callers_places_in_the_queue_go_with_its_leases() -> None:
     p = pool(max_leases=2)
     for _ in range(2):
-        await p.acquire("dead", timeout_s=1)
-    withdrawn = [await started(p.acquire("dead", timeout_s=1)) for _ in range(3)]
-    waiting = [await started(p.acquire("alive", timeout_s=1)) for _ in range(2)]
+        await p.acquire("dead", timeout_s=30)
+    withdrawn = [await started(p.acquire("dead", timeout_s=30)) for _ in range(3)]
+    waiting = [await started(p.acquire("alive", timeout_s=30)) for _ in range(2)]
     assert p.reclaim_of("dead") == 2
     assert {(await task).holder for task in waiting} == {"alive"}
     for task in withdrawn:
@@ -109,9 +109,9 @@ async def test_a_caller_that_only_waits_and_is_not_heard_of_leaves_the_queue() -
     clock = Clock()
     p = pool(max_leases=1, clock=clock)
     p.holder_timeout_s = 60.0
-    first = await p.acquire("alive", timeout_s=1)
-    silent = await started(p.acquire("silent", timeout_s=1))
-    waiting = await started(p.acquire("alive", timeout_s=1))
+    first = await p.acquire("alive", timeout_s=30)
+    silent = await started(p.acquire("silent", timeout_s=30))
+    waiting = await started(p.acquire("alive", timeout_s=30))
     clock.now = 60.0
     p.heartbeat("alive")
     p.tend()
@@ -126,9 +126,9 @@ async def test_what_one_silent_caller_held_is_not_granted_to_another(expires_s: 
     clock = Clock()
     p = pool(max_leases=1, ttl_s=expires_s, clock=clock)
     p.holder_timeout_s = 60.0
-    await p.acquire("dead", timeout_s=1)
-    silent = await started(p.acquire("silent", timeout_s=1))
-    waiting = await started(p.acquire("alive", timeout_s=1))
+    await p.acquire("dead", timeout_s=30)
+    silent = await started(p.acquire("silent", timeout_s=30))
+    waiting = await started(p.acquire("alive", timeout_s=30))
     clock.now = 60.0
     p.heartbeat("alive")
     p.tend()
@@ -140,25 +140,25 @@ async def test_what_one_silent_caller_held_is_not_granted_to_another(expires_s: 
 
 async def test_releasing_twice_frees_one_place() -> None:
     p = pool(max_leases=2)
-    first = await p.acquire("a", timeout_s=1)
-    await p.acquire("b", timeout_s=1)
+    first = await p.acquire("a", timeout_s=30)
+    await p.acquire("b", timeout_s=30)
     p.release(first.lease_id)
     p.release(first.lease_id)
     assert p.stats()["sandbox/leased"] == 1
 
 
 async def test_a_lease_of_a_pool_that_died_frees_nothing_in_its_successor() -> None:
-    old = await pool().acquire("a", timeout_s=1)
+    old = await pool().acquire("a", timeout_s=30)
     successor = pool()
-    await successor.acquire("b", timeout_s=1)
+    await successor.acquire("b", timeout_s=30)
     successor.release(old.lease_id)
     assert successor.stats()["sandbox/leased"] == 1
 
 
 async def test_a_caller_cancelled_in_the_moment_of_its_grant_keeps_nothing() -> None:
     p = pool(max_leases=1)
-    first = await p.acquire("a", timeout_s=1)
-    waiting = await started(p.acquire("b", timeout_s=1))
+    first = await p.acquire("a", timeout_s=30)
+    waiting = await started(p.acquire("b", timeout_s=30))
     p.release(first.lease_id)
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -167,9 +167,9 @@ async def test_a_caller_cancelled_in_the_moment_of_its_grant_keeps_nothing() -> 
 
 async def test_a_caller_that_gives_up_in_the_moment_a_place_is_free_does_not_stop_the_others() -> None:
     p = pool(max_leases=1)
-    first = await p.acquire("a", timeout_s=1)
-    gone = await started(p.acquire("b", timeout_s=1))
-    third = await started(p.acquire("c", timeout_s=1))
+    first = await p.acquire("a", timeout_s=30)
+    gone = await started(p.acquire("b", timeout_s=30))
+    third = await started(p.acquire("c", timeout_s=30))
     gone.cancel()  # its place in the queue is still there when the lease comes back
     p.release(first.lease_id)
     assert (await third).holder == "c"
@@ -178,8 +178,8 @@ async def test_a_caller_that_gives_up_in_the_moment_a_place_is_free_does_not_sto
 
 async def test_a_lease_that_is_still_waited_for_can_be_given_up_by_its_id() -> None:
     p = pool(max_leases=1)
-    first = await p.acquire("a", timeout_s=1)
-    waiting = await started(p.acquire("b", timeout_s=1, lease_id=7))
+    first = await p.acquire("a", timeout_s=30)
+    waiting = await started(p.acquire("b", timeout_s=30, lease_id=7))
     p.release(7)
     with pytest.raises(SandboxUnavailableError, match="given up"):
         await waiting

@@ -65,7 +65,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_sandbox_is_made_on_demand_labelled_and_ended_after_one_lease() -> None:
     provider = FakeProvider()
     async with opened(provider) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)
         assert lease.connection is not None
         assert provider.living[lease.connection.sandbox_id][RUN_LABEL] == "run-1"
         pool.release(lease.lease_id, Fate.CLEAN)
@@ -77,7 +77,7 @@ async def test_min_ready_sandboxes_wait_before_anybody_asks_and_are_replaced_whe
     async with opened(provider, min_ready=2) as pool:
         pool.prefetch(SPEC, 2)
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 2)
-        await pool.acquire("worker", SPEC, timeout_s=1)
+        await pool.acquire("worker", SPEC, timeout_s=30)
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 2)
         assert len(provider.created) == 3
 
@@ -119,7 +119,7 @@ async def test_creations_keep_to_the_providers_rate() -> None:
 async def test_no_more_live_than_the_provider_allows_and_who_waits_gets_the_next() -> None:
     provider = FakeProvider()
     async with opened(provider, fake={"max_sandboxes": 1}) as pool:
-        first = await pool.acquire("a", SPEC, timeout_s=1)
+        first = await pool.acquire("a", SPEC, timeout_s=30)
         second = asyncio.ensure_future(pool.acquire("b", SPEC, timeout_s=5))
         await asyncio.sleep(0)
         assert len(provider.living) == 1
@@ -146,7 +146,7 @@ async def test_with_a_quota_of_zero_the_next_provider_serves_and_the_lease_says_
     provider = FakeProvider()
     provider.fail_next("create", SandboxQuotaError("none left"))
     async with opened(provider, providers=[FAKE, {"type": "local", "max_sandboxes": 2}]) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)
         assert (lease.provider, lease.fallback_from, lease.connection) == ("local", ("fake",), None)
 
 
@@ -154,7 +154,7 @@ async def test_a_busy_provider_is_waited_for_rather_than_passed_over() -> None:
     provider = FakeProvider()
     local = {"type": "local", "max_sandboxes": 2}
     async with opened(provider, providers=[FAKE | {"max_sandboxes": 1}, local]) as pool:
-        first = await pool.acquire("a", SPEC, timeout_s=1)
+        first = await pool.acquire("a", SPEC, timeout_s=30)
         second = asyncio.ensure_future(pool.acquire("b", SPEC, timeout_s=5))
         await asyncio.sleep(0)
         pool.release(first.lease_id)
@@ -178,7 +178,7 @@ async def test_failures_in_a_row_open_the_breaker_and_after_the_pause_one_trial_
         pool.pump()
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
         assert provider.calls["create"] == 4
-        assert (await pool.acquire("b", SPEC, timeout_s=1)).provider == "fake"
+        assert (await pool.acquire("b", SPEC, timeout_s=30)).provider == "fake"
 
 
 async def test_retry_after_is_kept_to() -> None:
@@ -210,7 +210,7 @@ async def test_who_waited_in_vain_learns_why_the_provider_gave_none() -> None:
     provider.fail_next("create", *(SandboxUnavailableError("the region is full") for _ in range(50)))
     async with opened(provider, breaker_failures=1) as pool:
         with pytest.raises(SandboxUnavailableError, match="the region is full"):
-            await pool.acquire("worker", SPEC, timeout_s=0.05)
+            await pool.acquire("worker", SPEC, timeout_s=2.0)
 
 
 async def test_a_creation_that_answers_after_its_caller_gave_up_serves_the_next_caller() -> None:
@@ -218,17 +218,17 @@ async def test_a_creation_that_answers_after_its_caller_gave_up_serves_the_next_
     provider.hang_next("create")
     async with opened(provider, fake={"max_sandboxes": 1}) as pool:
         with pytest.raises(SandboxUnavailableError):
-            await pool.acquire("impatient", SPEC, timeout_s=0.02)
+            await pool.acquire("impatient", SPEC, timeout_s=2.0)
         provider.let_go()
-        lease = await pool.acquire("patient", SPEC, timeout_s=1)
+        lease = await pool.acquire("patient", SPEC, timeout_s=30)
         assert [lease.connection and lease.connection.sandbox_id] == provider.created
 
 
 async def test_a_creation_that_hangs_past_every_deadline_is_taken_in_when_it_answers() -> None:
     provider = FakeProvider()
     provider.hang_next("create")
-    async with opened(provider, clock=time.monotonic, create_timeout_s=0.02) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=5)  # from a second creation
+    async with opened(provider, clock=time.monotonic, create_timeout_s=2.0) as pool:
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)  # from a second creation
         provider.let_go()
         await until(lambda: pool.stats()["sandbox/fake/late"] == 1)
         pool.release(lease.lease_id)
@@ -241,7 +241,7 @@ async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_pa
     async with opened(provider, max_uses=10, fake={"max_sandboxes": 1}) as pool:
         ids = []
         for _ in range(4):
-            lease = await pool.acquire("worker", SPEC, timeout_s=1)
+            lease = await pool.acquire("worker", SPEC, timeout_s=30)
             assert lease.connection is not None
             ids.append(lease.connection.sandbox_id)
             pool.release(lease.lease_id, Fate.CLEAN)
@@ -273,7 +273,7 @@ async def test_a_use_limit_of_two_ends_a_clean_sandbox_after_two_leases() -> Non
     async with opened(provider, max_uses=2, fake={"max_sandboxes": 1}) as pool:
         ids = []
         for _ in range(3):
-            lease = await pool.acquire("worker", SPEC, timeout_s=1)
+            lease = await pool.acquire("worker", SPEC, timeout_s=30)
             ids.append(lease.connection and lease.connection.sandbox_id)
             pool.release(lease.lease_id, Fate.CLEAN)
         assert ids == ["fake-1", "fake-1", "fake-2"]
@@ -283,8 +283,8 @@ async def test_a_dead_callers_sandbox_is_ended_and_never_lent_again() -> None:
     clock = Clock()
     provider = FakeProvider(respond=lambda code: f"look:{'a' * 64}\n")
     async with opened(provider, clock=clock, max_uses=10, holder_timeout_s=60.0) as pool:
-        lease = await pool.acquire("dies", SPEC, timeout_s=1)
-        await pool.acquire("lives", SPEC, timeout_s=1)
+        lease = await pool.acquire("dies", SPEC, timeout_s=30)
+        await pool.acquire("lives", SPEC, timeout_s=30)
         clock.now += 59.0
         pool.heartbeat("lives")
         clock.now += 2.0
@@ -318,9 +318,9 @@ async def test_the_sweep_ends_strays_and_forgets_the_dead() -> None:
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
         pool.prefetch(SPEC, 0)
         provider.lose("fake-1")
-        keeper = pool.sources[0].keeper
-        assert keeper is not None
-        assert await keeper.sweep(stray_after_s=0.0) == 1
+        stock = pool.sources[0].stock
+        assert stock is not None
+        assert await stock.sweep(stray_after_s=0.0) == 1
         assert set(provider.living) == {"of another run"}
         assert pool.stats()["sandbox/fake/ready"] == 0
         provider.living.clear()
@@ -330,18 +330,18 @@ async def test_a_stray_is_left_alone_until_no_creation_can_still_claim_it() -> N
     clock = Clock()
     provider = FakeProvider()
     async with opened(provider, clock=clock, create_timeout_s=90.0) as pool:
-        keeper = pool.sources[0].keeper
-        assert keeper is not None
+        stock = pool.sources[0].stock
+        assert stock is not None
         provider.living["unknown"] = labels_of("run-1")
-        assert await keeper.sweep() == 0
+        assert await stock.sweep() == 0
         clock.now += 91.0
-        assert await keeper.sweep() == 1
+        assert await stock.sweep() == 1
 
 
 async def test_a_kill_that_fails_is_tried_again() -> None:
     provider = FakeProvider()
     async with opened(provider) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)
         provider.fail_next("kill", SandboxUnavailableError("502"), SandboxGoneError("half an answer"))
         pool.release(lease.lease_id)
         await until(lambda: len(provider.killed) == 1)
@@ -361,7 +361,7 @@ async def test_a_kind_nobody_waits_for_makes_way_for_one_that_somebody_wants() -
 async def test_a_worker_that_asks_for_much_does_not_make_another_wait_for_all_of_it() -> None:
     provider = FakeProvider()
     async with opened(provider, providers=[{"type": "local", "max_sandboxes": 1}]) as pool:
-        first = await pool.acquire("greedy", SPEC, timeout_s=1)
+        first = await pool.acquire("greedy", SPEC, timeout_s=30)
         order: list[str] = []
 
         async def use(name: str) -> Lease:
@@ -382,7 +382,7 @@ async def test_closing_ends_what_is_leased_ready_and_being_made() -> None:
     provider = FakeProvider(latency_s=0.01)
     async with opened(provider, fake={"max_sandboxes": 2}) as pool:
         pool.prefetch(SPEC, 1)
-        await pool.acquire("worker", SPEC, timeout_s=1)
+        await pool.acquire("worker", SPEC, timeout_s=30)
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
         waiting = asyncio.ensure_future(pool.acquire("other", SandboxSpec(template="other"), timeout_s=5))
         await asyncio.sleep(0)
@@ -407,10 +407,10 @@ async def test_with_many_failing_calls_everybody_is_served_and_nothing_is_left()
     await asyncio.gather(*(use(number) for number in range(200)))
     await pool.close(timeout_s=5.0)
     # Strays of lost replies are listed and ended as well; one kill in five fails, three times in a row one in 125.
-    keeper = pool.sources[0].keeper
-    assert keeper is not None
+    stock = pool.sources[0].stock
+    assert stock is not None
     while provider.living:
-        await keeper.sweep(stray_after_s=0.0)
+        await stock.sweep(stray_after_s=0.0)
     assert pool.stats()["sandbox/granted"] == 200
 
 
@@ -428,7 +428,7 @@ async def test_closing_a_pool_that_keeps_a_stock_makes_no_more() -> None:
 async def test_what_could_not_be_listed_while_closing_is_not_called_clean() -> None:
     provider = FakeProvider()
     async with opened(provider) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)
         pool.release(lease.lease_id)
         await until(lambda: not provider.living)
         provider.fail_next("list", *[SandboxUnavailableError("502")] * 10)
@@ -439,7 +439,7 @@ async def test_what_could_not_be_listed_while_closing_is_not_called_clean() -> N
 async def test_what_is_ended_in_the_last_round_of_closing_is_not_called_left() -> None:
     provider = FakeProvider()
     async with opened(provider) as pool:
-        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        lease = await pool.acquire("worker", SPEC, timeout_s=30)
         pool.release(lease.lease_id)
         await until(lambda: not provider.living)
         provider.living["stray"] = labels_of("run-1")

@@ -12,14 +12,14 @@ from rayapp.core.errors import SandboxGoneError
 from rayapp.core.types import CallReport, ExecOutcome, StopCause
 from rayapp.sandbox.local.wire import split_frames
 from rayapp.sandbox.verdict.codec import decode_frames
-from rayapp.sandbox.verdict.results import Answer, call_report, script_result, split_lines
+from rayapp.sandbox.verdict.results import RawResult, call_report, script_result, split_lines
 
 HONEST = (b'["defined"]', b'["value",0,7]', b'["raised",1,"ValueError: no"]', b'["done"]')
 
 
-def answer(frames: bytes = b"", **changed: object) -> Answer:
+def answer(frames: bytes = b"", **changed: object) -> RawResult:
     known = {"exit_code": 0, "stopped": None, "stdout": b"", "stderr": b"", "frames": frames, "duration_s": 0.1}
-    return Answer(**(known | changed))  # type: ignore[arg-type]
+    return RawResult(**(known | changed))  # type: ignore[arg-type]
 
 
 def both(frames: Sequence[bytes], **changed: object) -> tuple[CallReport, CallReport]:

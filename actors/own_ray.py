@@ -1,0 +1,319 @@
+"""Connects to Ray: attaches to the named or running one, else starts one, and stops only a Ray that it started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from rayapp.config.config import Config
+from rayapp.core.errors import WRONG_TOKEN, ConfigError, first_line
+from rayapp.core.logs import hand_over, label_logs
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+CONNECT_TIMEOUT_S = 5.0
+DASHBOARD_TIMEOUT_S = 10.0
+NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: its Metrics page stays empty, the run needs none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConnection:
+    """A connection to Ray."""
+
+    dashboard_url: str
+    """Empty without a dashboard."""
+    is_own: bool
+    """True if this process started Ray, which then ends with it."""
+
+    def dashboard_line(self) -> str:
+        """Return a line with the dashboard's URL, how to log in, and whether a configured Prometheus does not answer.
+
+        Takes up to 10 s; never raises.
+        """
+        if not self.dashboard_url:
+            return "Ray has no dashboard"
+        line = f"Ray dashboard: http://{self.dashboard_url}{_how_to_enter()}"
+        is_wanted = "RAY_PROMETHEUS_HOST" in os.environ
+        return f"{line} ({NO_PROMETHEUS})" if is_wanted and not _prometheus_answers(self.dashboard_url) else line
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The connection of a `one_connection` block, once there is one, and its exit stack."""
+
+    exits: ExitStack
+    session: RayConnection | None = None
+
+
+_kept: _Kept | None = None
+
+
+@contextmanager
+def one_connection() -> Iterator[None]:
+    """Context manager in which every `ray_session` shares one connection, which ends with the block.
+
+    A training connects for its first evaluation, its warm-up and its steps, and each start of Ray takes ten seconds.
+    """
+    global _kept
+    with ExitStack() as exits:
+        _kept = _Kept(exits)
+        try:
+            yield
+        finally:
+            _kept = None
+
+
+@contextmanager
+def ray_session(config: Config, report: Callable[[str], None] = lambda text: None) -> Iterator[RayConnection]:
+    """Context manager for a connection to Ray, which ends with the block or with the `one_connection` around it.
+
+    Our actors end with the connection, and so does a Ray that we started. `ray stop` is never called, as it would end
+    every Ray on the machine.
+
+    Args:
+        report: gets a line about connecting, and one about the dashboard.
+    Raises:
+        ConfigError: the named Ray can't be reached.
+    """
+    if _kept is None:
+        with _connection(config, report) as session:
+            yield session
+        return
+    if _kept.session is None:
+        _kept.session = _kept.exits.enter_context(_connection(config, report))
+    yield _kept.session
+
+
+@contextmanager
+def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayConnection]:
+    report("connecting to Ray")
+    # Under `uv run`, Ray would build a new environment for every worker; ours is installed already.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts its workers at nice 15: on a shared machine servers and learners would come last.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray pre-starts a worker per core for tasks; our actors have their own environments and can't use them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    import ray
+
+    with _own_sigterm():
+        context, is_own = _connect(config)
+    hand_over()
+    label_logs(config.run.name)
+    try:
+        session = RayConnection(dashboard_url=context.dashboard_url or "", is_own=is_own)
+        report(session.dashboard_line())
+        yield session
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config) -> tuple[Any, bool]:
+    """Connect, and return Ray's context and whether this process started Ray."""
+    import ray
+
+    common = _options(config)
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    if address and address != "local":
+        try:
+            _check_reachable(address)
+            return ray.init(address=address, **common), False
+        except (OSError, ValueError, RuntimeError) as error:
+            # Ray reports a refused token only in its log: the error is the same as without any Ray.
+            raise ConfigError(
+                f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something "
+                "listens there, its `ray start` may have failed (rayapp doctor: is the metrics port taken?), or "
+                f"it may refuse the token. {WRONG_TOKEN}"
+            ) from None
+    started_here = "" if address else _address_of_ray_start()
+    if started_here:
+        return ray.init(address=started_here, **common), False
+    _make_token_folder()
+    with _processes_in_a_session_of_their_own():
+        cluster = config.cluster
+        own = {
+            "object_store_memory": cluster.object_store_mib * MIB,
+            "include_dashboard": None if cluster.dashboard else False,  # None: if its packages are installed
+        }
+        return ray.init(address="local", **own, **common), True
+
+
+def _options(config: Config) -> dict[str, Any]:
+    import ray
+
+    options: dict[str, Any] = {
+        "namespace": f"rayapp-{config.run.name}",
+        "logging_level": logging.ERROR,
+        "log_to_driver": config.cluster.log_to_driver,
+    }
+    if config.tracking.log_format == "json":
+        options["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])
+    return options
+
+
+@contextmanager
+def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[None]:
+    """Context manager for a connection to the Ray that executes the run of this configuration, without affecting it.
+
+    Looks in the Ray that the config names, else in those of this machine.
+
+    Raises:
+        ConfigError: none of them executes the run.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray._private.services import find_gcs_addresses
+
+    named = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    addresses = [named] if named not in ("", "local", "auto") else sorted(find_gcs_addresses())
+    for address in addresses:
+        report(f"looking for run {config.run.name} in the Ray at {address}")
+        try:
+            _check_reachable(address)
+            with _own_sigterm():
+                ray.init(address=address, **_options(config))
+            ray.get_actor(server_names(config)[0])
+        except (OSError, ValueError, RuntimeError) as error:
+            log.info("no run %s in the Ray at %s: %s", config.run.name, address, first_line(error))
+            ray.shutdown()
+            continue
+        hand_over()
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    raise ConfigError(
+        f"no run {config.run.name} goes on in {' or '.join(addresses) or 'any Ray of this machine'}. Give its own "
+        "config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running out "
+        "to serve a model or a checkpoint."
+    )
+
+
+def server_names(config: Config) -> list[str]:
+    """Return the names of a run's servers, in its namespace."""
+    return [f"vllm-server-{index}" for index in range(config.server.num_servers)]
+
+
+@contextmanager
+def _processes_in_a_session_of_their_own() -> Iterator[None]:
+    """Start Ray's processes, and their children, in a session that signals to this process's group do not reach.
+
+    `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
+    servers before the driver has saved. Ray's processes still end with this one in any case, as Ray has the kernel kill
+    them (PR_SET_PDEATHSIG). `ray.init` has no option for it.
+    """
+    from ray._private import services
+
+    class OwnSession(services.ConsolePopen):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, start_new_session=True)
+
+    theirs, services.ConsolePopen = services.ConsolePopen, OwnSession
+    try:
+        yield
+    finally:
+        services.ConsolePopen = theirs
+
+
+def _make_token_folder() -> None:
+    """Make the folder in which Ray 2.60 and later stores the token of a Ray that we start; only its owner can read it.
+
+    Raises:
+        ConfigError: the folder can't be made or written to.
+    """
+    is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+    if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    try:
+        folder = Path.home() / ".ray"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / "auth_token").exists() and not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} can't be written to")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"Ray keeps the token of its dashboard and its API in ~/.ray/auth_token: {error}. Set HOME to a folder of "
+            "your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
+        ) from error
+
+
+def _address_of_ray_start() -> str:
+    """Return the address of the Ray that `ray start` last started on this machine, if it is alive; else empty.
+
+    `ray.init(address="auto")` would take any Ray, even another run's own, which ends with that run.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None) or ""
+    try:
+        _check_reachable(address)
+    except (OSError, ValueError):
+        return ""
+    return address
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's SIGTERM handler, which `ray.init` replaces by an immediate exit with code 15 and stacks.
+
+    Restoring Python's handler also removes Ray's native one, as a process has one handler per signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+            # As asyncio sets it: system calls are restarted instead of failing with EINTR.
+            signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _check_reachable(address: str) -> None:
+    """Check that the address answers, as Ray itself would retry for minutes.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+    host, separator, port = address.rpartition("://")[2].rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def _how_to_enter() -> str:
+    """Return how to get the token that the dashboard asks for; empty if it needs none."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public way
+
+    return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
+
+
+def _prometheus_answers(dashboard_url: str) -> bool:
+    """Return whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST); True if that is unknown."""
+    from ray._private.authentication.http_token_authentication import (  # Ray has no public way to its own token
+        get_auth_headers_if_auth_enabled,
+    )
+
+    request = urllib.request.Request(
+        f"http://{dashboard_url}/api/prometheus_health", headers=get_auth_headers_if_auth_enabled({})
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DASHBOARD_TIMEOUT_S) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except urllib.error.HTTPError as error:
+        return error.code != HTTPStatus.INTERNAL_SERVER_ERROR
+    except OSError:
+        return True

@@ -1,0 +1,279 @@
+"""Starts, ends and inspects the actors of a run; used by `rayapp.driver.cluster`.
+
+The `spawn_*` functions start the actors of a role, with their names, arguments and GPUs, and return handles at once;
+`all_ready` waits for them. `Started`, one per run in the driver, keeps them in the order of their start, and `close`
+ends them in reverse.
+
+`dump_stacks` returns the stacks of all actors when a run has stalled, without the help of processes that may hang:
+py-spy (part of ray[default]) reads them from outside, in a task on each actor's node. Where the kernel forbids that
+(containers without SYS_PTRACE), the dump says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.calls import answer
+from actors.handles import (
+    LearnerHandle,
+    ModelServerHandle,
+    RolloutWorkerHandle,
+    SandboxPoolHandle,
+    SandboxReaperHandle,
+    VllmServerHandle,
+)
+from actors.own_ray import RayConnection, server_names
+from actors.placement import Placement
+from actors.spawn import GpuShare, Role, kill, kill_named, name_is_free, spawn
+from rayapp.config.config import Config
+from rayapp.config.other_models import ModelServerSection
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig
+from rayapp.core.errors import DeadlineError, RayappError, first_error
+from rayapp.core.names import all_given
+
+DUMP_TIMEOUT_S = 60.0
+ONE_DUMP_TIMEOUT_S = 10.0
+
+
+async def dump_stacks() -> str:
+    """Return the stacks of all living actors of this driver, by name. Never raises: lists nodes that don't answer."""
+    nodes: dict[str, dict[str, int]] = defaultdict(dict)
+    job = ray.get_runtime_context().get_job_id()
+    for actor in ray._private.state.actors().values():  # noqa: SLF001 - the public API needs a dashboard
+        if actor["State"] == "ALIVE" and actor["JobID"] == job:
+            nodes[actor["Address"]["NodeID"]][actor["Name"] or actor["ActorID"]] = int(actor["Pid"])
+    parts = await asyncio.gather(*(_dump_node(node, pids) for node, pids in nodes.items()))
+    return "\n".join(parts)
+
+
+async def _dump_node(node: str, pids: dict[str, int]) -> str:
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    task = ray.remote(stacks_of).options(num_cpus=0, scheduling_strategy=strategy, name="dump stacks")
+    try:
+        text: str = await answer(task.remote(pids), timeout_s=DUMP_TIMEOUT_S, what=f"dump stacks on node {node[:8]}")
+    except RayappError as error:
+        return f"=== node {node}: {error}\n"
+    return text
+
+
+def stacks_of(pids: dict[str, int]) -> str:
+    """Return the stacks of these processes of this machine, by name."""
+    return "\n".join(f"=== {name} (pid {pid})\n{_stack(pid)}" for name, pid in sorted(pids.items()))
+
+
+def _stack(pid: int) -> str:
+    py_spy = Path(sys.executable).parent / "py-spy"
+    # Blocking mode: py-spy stops the process while it reads its stacks.
+    command = [str(py_spy), "dump", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ONE_DUMP_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no stack: {error}\n"
+    return done.stdout or f"no stack: {done.stderr.strip()}\n"
+
+
+log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """An actor that replaces a real one, for tests and benchmarks of everything around it."""
+
+    role: Role
+    arguments: tuple[object, ...] = ()
+    """Arguments of its constructor, after the real actor's arguments."""
+
+
+StandIns = Mapping[str, StandIn]
+"""Stand-ins by the role that they replace, a key of `actors.spawn.ROLES`."""
+NO_STAND_INS: StandIns = MappingProxyType({})
+
+
+class Started:
+    """Actors of a run, in the order of their start.
+
+    Args:
+        stand_ins: replacements of real actors.
+    """
+
+    def __init__(self, stand_ins: StandIns = NO_STAND_INS) -> None:
+        self._stand_ins = stand_ins
+        self._handles: list[Any] = []
+        self.placement: Placement | None = None
+
+    def spawn(self, role: str, name: str, *args: object, seat: GpuShare) -> Any:
+        """Spawn an actor of a role, or its stand-in."""
+        stand_in = self._stand_ins.get(role)
+        if stand_in is None:
+            return spawn(role, name, *args, seat=seat)
+        return spawn(stand_in.role, name, *args, *stand_in.arguments, seat=seat)
+
+    def add(self, handle: Any) -> Any:
+        self._handles.append(handle)
+        return handle
+
+    async def end(self, handles: Sequence[Any]) -> None:
+        """Kill some of the actors without asking them to end."""
+        for handle in handles:
+            self._handles.remove(handle)
+            kill(handle.actor)
+
+    @property
+    def names(self) -> list[str]:
+        return [handle.name for handle in self._handles]
+
+    async def close(self) -> None:
+        """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
+        for handle in reversed(self._handles):
+            if hasattr(handle, "close"):
+                try:
+                    await handle.close(CLOSE_TIMEOUT_S)
+                except (RayappError, asyncio.CancelledError) as error:
+                    log.warning("%s did not end cleanly: %s", handle.name, error)
+            kill(handle.actor)
+        self._handles.clear()
+        if self.placement is not None:
+            self.placement.release()
+
+
+Report = Callable[[str], None]
+REAPER_NAME_ATTEMPTS = 100
+
+
+async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> None:
+    """Wait for all actors, by name; the first error cancels the other waits.
+
+    Args:
+        report: gets a line for each actor that is ready, with the seconds it took.
+    Raises:
+        DeadlineError: an actor is not ready in time. Names all that are not, as one may only wait for another.
+    """
+    waiting = set(ready)
+    started = time.monotonic()
+
+    async def one(name: str) -> None:
+        await ready[name]
+        waiting.discard(name)
+        report(f"ready: {name} ({time.monotonic() - started:.0f} s)")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name in ready:
+                tasks.create_task(one(name), name=f"ready {name}")
+    except BaseExceptionGroup as group:
+        error = first_error(group)
+        if isinstance(error, DeadlineError):
+            raise DeadlineError(
+                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. What they wait for is in Ray's logs "
+                "(dashboard, Actors); if the machine is only slow, raise server.start_timeout_s or "
+                "cluster.start_timeout_s."
+            ) from group
+        raise error from group
+
+
+def spawn_pool(config: Config) -> SandboxPoolHandle:
+    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
+
+
+async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnection, timeout_s: float) -> None:
+    """Wait for the pool, with a reaper if there are sandboxes to reap and Ray outlives the driver."""
+    # Local sandboxes and those of an MCP session end with their process; our own Ray ends with the driver.
+    has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
+    if has_lasting and not session.is_own:
+        await pool.guard(await _spawn_reaper(config), timeout_s)
+    await pool.ready(timeout_s)
+
+
+async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
+    """Start the run's reaper. It does not end with the driver: the pool dismisses it, or it ends itself."""
+    name = f"sandbox-reaper-{config.run.name}"
+    # End an earlier run's reaper of this name, which would take this run's sandboxes for its own.
+    for _ in range(REAPER_NAME_ATTEMPTS):
+        if not kill_named(name):
+            break
+        await asyncio.sleep(0.1)
+    return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
+
+
+def spawn_servers(
+    config: Config, started: Started, placement: Placement, *, must_sync: bool
+) -> tuple[VllmServerHandle, ...]:
+    return tuple(
+        started.add(
+            _server(
+                config,
+                name,
+                started.spawn("vllm-server", name, config, index, must_sync, seat=placement.server(index)),
+            )
+        )
+        for index, name in enumerate(server_names(config))
+    )
+
+
+def spawn_model_servers(
+    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection]
+) -> dict[str, ModelServerHandle]:
+    """Start the model servers of these sections, and return their handles by name."""
+    handles: dict[str, ModelServerHandle] = {}
+    for section in asked:
+        name = f"model-server-{section.name}"
+        actor = spawn("model-server", name, config, section, seat=placement.model_server(section.name))
+        handles[section.name] = started.add(ModelServerHandle(actor, name))
+    return handles
+
+
+def running_servers(config: Config) -> tuple[VllmServerHandle, ...]:
+    """Return the handles of the servers of a run that is going on in this namespace."""
+    return tuple(_server(config, name, ray.get_actor(name)) for name in server_names(config))
+
+
+def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
+    return VllmServerHandle(
+        actor, name, config.server.request_timeout_s or config.group_deadline_s, config.server.sync_timeout_s
+    )
+
+
+async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
+    world_size = config.learner.num_learners
+    # Rank 0 listens there, maybe on another node than the driver; a single rank does not listen.
+    address, port = await placement.address_of_learner(0) if world_size > 1 else ("", 0)
+    handles = []
+    for rank in range(world_size):
+        name = f"learner-{rank}"
+        await name_is_free(name)
+        actor = started.spawn("learner", name, config, rank, world_size, address, port, seat=placement.learner(rank))
+        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+    return tuple(handles)
+
+
+def spawn_rollout_workers(
+    config: Config, started: Started, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
+) -> tuple[RolloutWorkerHandle, ...]:
+    names = [f"rollout-worker-{index}" for index in range(config.rollout.num_workers)]
+    return tuple(
+        started.add(
+            RolloutWorkerHandle(
+                spawn("rollout-worker", name, config, index, servers, pool, all_given()),
+                name,
+                config.group_deadline_s,
+            )
+        )
+        for index, name in enumerate(names)
+    )

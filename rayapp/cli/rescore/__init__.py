@@ -1,1 +1,0 @@
-"""Another reward over what a run has sampled already."""

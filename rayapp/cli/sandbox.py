@@ -1,0 +1,310 @@
+"""`rayapp sandbox`: test this node's isolation, run or time code in a sandbox, end sandboxes left at a provider.
+
+doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
+run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
+bench    trivial executions                                            median, p99, rate
+reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
+
+`run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
+like a run's, so that `reap` finds it if this process is killed. `reap` asks the config's providers, or those whose key
+is in the environment, for the sandboxes of one run (--run) or of every run with this key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from rayapp.config.loading import load_config
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.core.aio import run_until_done
+from rayapp.core.errors import InputError, SandboxConfigError
+from rayapp.core.logs import visible
+from rayapp.core.protocols import SandboxProvider
+from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.leases import RemoteProvider
+from rayapp.sandbox.local.doctor import format_report, load_attacks, run_doctor
+from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
+from rayapp.sandbox.pool.build import labels_of
+from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
+from rayapp.sandbox.pool.reaper import reap as reap_all
+from rayapp.sandbox.providers.table import listing_providers, remote_provider
+
+app = typer.Typer(no_args_is_help=True, help="Test this node's isolation, and run code in sandboxes.")
+_STOPPED = 124
+_READY_TIMEOUT_S = 60.0
+
+LevelOption = Annotated[
+    str,
+    typer.Option(help="Try this level only: ns+proc, ns or ll; with loopback, for agents inside: ns+proc+lo or ns+lo"),
+]
+
+
+@app.command()
+def doctor(
+    level: LevelOption = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also run the slow attacks: loops, floods, memory and fork bombs")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object")] = False,
+) -> None:
+    """Attack this node's isolation and print its level and the result of each check."""
+    families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
+    report = run_until_done(run_doctor(levels=_levels(level), families=families))
+    print(json.dumps(dataclasses.asdict(report)) if as_json else visible(format_report(report)))
+    if report.level == "none":
+        raise typer.Exit(2)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
+    provider: Annotated[str, typer.Option(help="Where it runs: local, e2b, daytona or mcp")] = "local",
+    stdin: Annotated[bool, typer.Option("--stdin", help="Pass this command's standard input to the program")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
+    package: Annotated[
+        list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")
+    ] = None,
+    level: LevelOption = "",
+    config: Annotated[Path | None, typer.Option(help="Take the provider's section from this config")] = None,
+    url: Annotated[str, typer.Option(help="Endpoint of the MCP server, if no --config names it")] = "",
+) -> None:
+    """Run one file in a sandbox and pass on its output and exit status. Provider keys come from the environment."""
+
+    packages = tuple(package or ())
+    if stdin and str(file) == "-":
+        raise InputError("the code and its input can't both come from standard input: give the code as a file")
+    code, given = _read(file), sys.stdin.read() if stdin else ""
+    chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
+    result = run_until_done(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
+    _show(result.stdout, sys.stdout)
+    _show(result.stderr, sys.stderr)
+    if result.stopped_for is not None:
+        sys.stderr.write(f"stopped for {result.stopped_for.value} after {result.duration_s:.2f} s\n")
+        raise typer.Exit(_STOPPED)
+    # 128 + signal number, as shells report a process that a signal ended.
+    raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
+
+
+@app.command()
+def bench(
+    executions: Annotated[int, typer.Option("-n", min=10)] = 500,
+    level: LevelOption = "",
+) -> None:
+    """Time trivial executions in one sandbox. benchmarks/sandbox.py measures more."""
+    times_ms, isolation = run_until_done(_time(executions, _levels(level)))
+    rate = 1000 / statistics.mean(times_ms)
+    p99 = statistics.quantiles(times_ms, n=100)[98]
+    print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp sandbox reap --dry-run\n\n"
+    "  rayapp sandbox reap --run coding_cpu\n\n"
+    "  rayapp sandbox reap --config configs/my_run.yaml --provider e2b --run my_run"
+)
+def reap(
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run (run.name); default: every run, living ones too")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the sandboxes that would be ended")] = False,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(help="e2b or daytona; may be repeated. Default: the config's, or those with a key"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Take endpoints and key variables from this config")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask before ending the sandboxes of every run")] = False,
+) -> None:
+    """End sandboxes that runs left at a provider, found by their labels; one line each."""
+    from rayapp.config.loading import load_config
+
+    loaded = load_config(config).sandbox if config is not None else None
+    if run is None and not dry_run and not yes and sys.stdin.isatty():
+        typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
+    raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
+
+
+def _show(text: str, stream: TextIO) -> None:
+    """Print text as it is, but make control characters visible on a terminal, which would obey them."""
+    stream.write(visible(text) if stream.isatty() else text)
+
+
+def _levels(level: str) -> tuple[str, ...]:
+    if not level:
+        return LEVELS
+    if level not in (known := LEVELS + LOOPBACK_LEVELS):
+        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
+    return (level,)
+
+
+def _read(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not text: {error}") from error
+    except OSError as error:
+        raise InputError(f"{file} can't be read: {error.strerror}") from error
+
+
+async def _time(executions: int, levels: tuple[str, ...]) -> tuple[list[float], str]:
+    provider = LocalProvider(levels=levels)
+    try:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600.0, timeout_s=_READY_TIMEOUT_S)
+        times_ms = []
+        for _ in range(executions):
+            started = time.perf_counter()
+            await sandbox.call_function("def f(x): return x", "f", [[1]], timeout_s=10.0)
+            times_ms.append((time.perf_counter() - started) * 1000)
+        return times_ms, sandbox.isolation
+    finally:
+        await asyncio.shield(provider.close())
+
+
+KINDS = ("e2b", "daytona")
+EXIT_LEFT, EXIT_CONFIG = 1, 2
+
+
+def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
+    """End sandboxes: one line each on standard output, failures on standard error.
+
+    Returns:
+        0: nothing is left; 1: something may be; 2: a key or an endpoint is wrong.
+    Raises:
+        InputError: a provider is unknown.
+        SandboxConfigError: there is no provider to ask, or its key or package is missing.
+    """
+    providers = listing_providers(_sections(kinds, config))
+    return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
+
+
+def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
+    """Return a sandbox section with only the providers to ask."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise InputError(
+            f"provider {unknown[0]!r} keeps no list that outlives its sandboxes' maker; there are: {', '.join(KINDS)}"
+        )
+    found = config.providers if config is not None else _defaults(kinds)
+    listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
+    chosen = [section for section in listed if not kinds or section.type in kinds]
+    if not chosen:
+        raise SandboxConfigError(_nothing_to_ask(kinds, config))
+    return SandboxConfig(providers=tuple(chosen))
+
+
+def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
+    """Return providers with default settings: the named ones, or else those whose key is set."""
+    sections = (E2BConfig(), DaytonaConfig())
+    return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
+
+
+def _nothing_to_ask(kinds: Sequence[str], config: SandboxConfig | None) -> str:
+    if config is None:
+        return (
+            "there is no provider to ask: set E2B_API_KEY or DAYTONA_API_KEY, name one with --provider, or name the "
+            "run's config with --config. Local sandboxes end with the process that made them."
+        )
+    wanted = " or ".join(kinds or KINDS)
+    return f"the config has no {wanted} provider: of the others nothing outlives the run that made it"
+
+
+async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, str], *, dry_run: bool) -> int:
+    found = []
+    try:
+        async for each in reap_all(providers, labels, dry_run=dry_run):
+            print(
+                visible(_line(each, dry_run=dry_run)), file=sys.stdout if each.error is None else sys.stderr, flush=True
+            )
+            found.append(each)
+    finally:
+        await asyncio.gather(*(provider.close() for provider in providers.values()))
+    if not found:
+        print(f"nothing to end at {', '.join(providers)}", file=sys.stderr)
+    errors = [each.error for each in found if each.error is not None]
+    if any(isinstance(error, SandboxConfigError) for error in errors):
+        return EXIT_CONFIG
+    return EXIT_LEFT if errors else 0
+
+
+def _line(each: Reaped, *, dry_run: bool) -> str:
+    if not each.sandbox_id:
+        return f"{each.provider}: can't be listed: {each.error}"
+    if each.error is not None:
+        return f"{each.provider} {each.sandbox_id} not ended: {each.error}"
+    return f"{each.provider} {each.sandbox_id} {'would be ended' if dry_run else 'ended'}"
+
+
+PROVIDERS = ("local", "e2b", "daytona", "mcp")
+RUN_NAME = "sandbox-run"
+"""Run name in the sandbox's labels."""
+_ENDS_AFTER_S = 120.0
+"""Seconds after the program's deadline at which the sandbox ends by itself if this process has not ended it."""
+
+
+def choose_provider(
+    kind: str, *, config: Path | None, url: str, levels: tuple[str, ...], packages: tuple[str, ...]
+) -> SandboxProvider:
+    """Make the provider of this name.
+
+    Args:
+        config: a run's config to take the provider's section from.
+        url: endpoint of an MCP server, in place of a config.
+    Raises:
+        SandboxConfigError: there is no such provider, or its key, package or endpoint is missing.
+        InputError: the provider doesn't support a given option.
+    """
+    if kind not in PROVIDERS:
+        raise SandboxConfigError(f"unknown provider {kind!r}; there are: {', '.join(PROVIDERS)}")
+    if url and kind != "mcp":
+        raise InputError(f"--url is the endpoint of an MCP server; for {kind} name it in a --config")
+    if kind == "local":
+        return LocalProvider(levels=levels)
+    if levels != LEVELS or packages:
+        raise InputError(f"--level and --package are the local provider's; a sandbox of {kind} is what its template is")
+    return remote_provider(_section(kind, config, url))
+
+
+def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
+    if config is not None:
+        for section in load_config(config).sandbox.providers:
+            if section.type == kind:
+                return section
+        raise SandboxConfigError(f"{config} has no provider {kind}: add one to sandbox.providers")
+    match kind:
+        case "e2b":
+            return E2BConfig()
+        case "daytona":
+            return DaytonaConfig()
+    if not url:
+        raise SandboxConfigError("provider mcp needs its server's endpoint: --url URL, or a --config that names it")
+    return McpConfig(url=url)
+
+
+async def run_once(
+    provider: SandboxProvider, code: str, *, stdin: str, timeout_s: float, packages: tuple[str, ...]
+) -> ExecResult:
+    """Run a program in a sandbox of its own, then close the provider.
+
+    Raises:
+        SandboxError: no sandbox could be made, or it failed.
+    """
+    ttl_s = timeout_s + _ENDS_AFTER_S
+    try:
+        spec = SandboxSpec(packages=packages)
+        labels = labels_of(RUN_NAME)
+        sandbox = await provider.create(spec, labels=labels, ttl_s=ttl_s, timeout_s=_READY_TIMEOUT_S)
+        return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
+    finally:
+        await asyncio.shield(provider.close())

@@ -1,0 +1,186 @@
+"""`rayapp serve` serves a model, a checkpoint or a running policy over OpenAI's and Anthropic's APIs; `rayapp mcp
+serve` serves sandboxes to MCP clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rayapp.cli.arguments import ConfigFile, Overrides
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from rayapp.config.config import Config
+
+
+mcp_app = typer.Typer(no_args_is_help=True, help="Offer sandboxes to MCP clients.")
+MCP_KEY_VARIABLE = "RAYAPP_MCP_API_KEY"
+
+
+@mcp_app.callback()
+def _group() -> None:
+    """Keep `serve` a subcommand although it is the only one."""
+
+
+@mcp_app.command(
+    name="serve",
+    epilog="Examples:\n\n"
+    f"  {MCP_KEY_VARIABLE}=secret rayapp mcp serve\n\n"
+    f"  {MCP_KEY_VARIABLE}=secret rayapp mcp serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0",
+)
+def serve_sandboxes(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Take the sandbox settings of this config")
+    ] = None,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the key that clients send")
+    ] = MCP_KEY_VARIABLE,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
+    ] = False,
+    lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
+) -> None:
+    """Serve run_code, run_code_once and run_command over streamable HTTP, in this application's sandboxes."""
+    from rayapp.config.loading import load_config
+
+    sandboxes = load_config(config, overrides or ()).sandbox
+    key = "" if no_key else os.environ.get(api_key_env, "")
+    if not key and not no_key:
+        raise ConfigError(f"set {api_key_env} to the key that clients must send, or pass --no-key")
+    asyncio.run(_serve_sandboxes(sandboxes, key, host, port, lease_timeout_s))
+
+
+async def _serve_sandboxes(config: SandboxConfig, key: str, host: str, port: int, lease_timeout_s: float) -> None:
+    from rayapp.sandbox.mcp_server.app import serving
+
+    is_over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, is_over.set)
+    async with serving(config, api_key=key, host=host, port=port, lease_timeout_s=lease_timeout_s) as url:
+        typer.echo(f"serving at {url}")
+        await is_over.wait()
+    typer.echo("stopped; every sandbox is ended")
+
+
+app = typer.Typer()
+KEY_VARIABLE = "RAYAPP_SERVE_API_KEY"
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp serve configs/coding_cpu.yaml --model outputs/coding_cpu/final\n\n"
+    "  rayapp serve configs/coding_cpu.yaml --model outputs/coding_cpu/checkpoints/step=000010 server.num_servers=2\n\n"
+    "  rayapp serve outputs/coding_cpu/config.yaml --running         (the policy that is being trained)\n\n"
+    f"  {KEY_VARIABLE}=secret rayapp serve configs/coding_cpu.yaml --host 0.0.0.0 --port 8000"
+)
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Serve this model or checkpoint (checkpoints/step=…) instead of the config's")
+    ] = None,
+    running: Annotated[
+        bool, typer.Option("--running", help="Serve the policy of this config's run, which must be in progress")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a call, prompt and answer together; default: the config's")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the key that clients send; if it is empty, a key is made")
+    ] = KEY_VARIABLE,
+) -> None:
+    """Serve chat completions, responses and messages, e.g. for other evaluation harnesses. Requests never become
+    training data."""
+    import json
+
+    from rayapp.api.running import with_checkpoint_as_model
+    from rayapp.config.config import with_values
+    from rayapp.config.loading import load_config
+    from rayapp.core.aio import run_until_done
+    from rayapp.rollout.gateway.listening import bound
+
+    if running and (model or max_tokens):
+        raise InputError("--running serves a run's policy as the run has it: leave --model and --max-tokens out.")
+    asked = load_config(config, [*(overrides or ()), *([f"model.path={json.dumps(model)}"] if model else [])])
+    name = asked.run.name if running else asked.model.path
+    if not running:
+        asked = with_values(asked, run={"name": f"{asked.run.name}-serve"})  # a run of that name may be in progress
+    if max_tokens:
+        asked = with_values(asked, rollout={"max_prompt_tokens": max_tokens - 1, "max_completion_tokens": 1})
+    sockets = bound(host, port)  # Bind first: if the port is taken, nothing is started.
+    given_key, is_serving = os.environ.get(api_key_env, ""), asyncio.Event()
+    try:
+        with with_checkpoint_as_model(asked) as ready:
+            run_until_done(_serve(ready, name, running, sockets, given_key, is_serving))
+    except KeyboardInterrupt:
+        if not is_serving.is_set():
+            raise
+    finally:
+        for each in sockets:
+            each.close()
+    typer.echo("stopped")
+
+
+async def _serve(
+    config: Config,
+    name: str,
+    running: bool,
+    sockets: Sequence[socket.socket],
+    given_key: str,
+    is_serving: asyncio.Event,
+) -> None:
+    from rayapp.driver.cluster import open_running_servers, open_servers
+    from rayapp.rollout.gateway.formats import Formats
+    from rayapp.rollout.gateway.open_server import open_to_all
+    from rayapp.storage.models.check import check_model
+
+    new_key = "" if given_key else secrets.token_urlsafe(24)
+    # Check the model before starting the engine: the check takes a second and says what is wrong.
+    if not running:
+        await asyncio.to_thread(check_model, config)
+    formats = await asyncio.to_thread(Formats.of, config)
+    async with (open_running_servers if running else open_servers)(
+        config, report=partial(typer.echo, err=True)
+    ) as engine:
+        serving = open_to_all(
+            formats,
+            engine,
+            model=name,
+            max_tokens=config.max_model_tokens,
+            temperature=config.eval.temperature,
+            key=given_key or new_key,
+            sockets=sockets,
+        )
+        async with serving as url:
+            is_serving.set()
+            typer.echo(_told(name, url, new_key, config.max_model_tokens))
+            await asyncio.Event().wait()
+
+
+def _told(name: str, url: str, new_key: str, max_tokens: int) -> str:
+    own = f"key     {new_key}    (made for this server; {KEY_VARIABLE} sets one)\n" if new_key else ""
+    return (
+        f"serving {name}    (Ctrl-C ends it)\n"
+        f"length  {max_tokens} tokens a call, prompt and answer together (--max-tokens changes it)\n"
+        f"OpenAI  {url}/v1\nAnthropic  {url}\n{own}"
+        f"try     curl {url}/v1/chat/completions -H 'Authorization: Bearer {new_key or 'KEY'}' "
+        "-H 'Content-Type: application/json' "
+        """-d '{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'"""
+    )

@@ -1,0 +1,115 @@
+"""`rayapp task audit`: check whether a task is worth training on before money is spent on GPUs.
+
+Needs no model and no Ray: the sandbox pool is in this process, as for `rayapp score`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rayapp.cli.arguments import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rayapp.config.config import Config
+    from rayapp.tasks.audit.checks import TaskReport
+
+app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
+_MOST_LINES = 50
+"""Tables of more tasks than this show only tasks with findings."""
+
+
+@app.callback()
+def _group() -> None:
+    """Work with tasks."""
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp task audit sort_numbers max_subarray_sum\n\n"
+    "  rayapp task audit my_task.yaml --runs 100\n\n"
+    "  rayapp task audit data/taco/train.parquet --limit 200 --json > audit.json"
+)
+def audit(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK", help="Shipped task, .yaml or .py file, .parquet file of rows, benchmark:NAME"),
+    ],
+    runs: Annotated[
+        int, typer.Option(min=1, help="Times to score the solution, and times to score an empty answer")
+    ] = 20,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to take from each file or benchmark")] = None,
+    max_trivial: Annotated[
+        float, typer.Option(min=0, max=1, help="Highest reward that an obvious guess may earn")
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    config: Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")] = None,
+) -> None:
+    """Score what a policy would try: an empty answer, guesses, cheats, and the solution many times. Exits with 1 on a
+    finding.
+
+    A task passes if its solution always earns 1, nothing else earns a reward, and code in the sandbox can't read its
+    oracle.
+    """
+    import json
+    from dataclasses import asdict
+
+    from rayapp.config.loading import load_config
+    from rayapp.core.aio import run_until_done
+
+    reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
+    if as_json:
+        typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
+    else:
+        _print(reports)
+    raise typer.Exit(EXIT_FAILED if any(report.findings for report in reports) else 0)
+
+
+async def _audited(
+    tasks: list[str], config: Config, *, runs: int, limit: int | None, max_trivial: float
+) -> list[TaskReport]:
+    import os
+
+    from rayapp.rollout.sources import answer_rewards
+    from rayapp.sandbox.pool.build import open_pool
+    from rayapp.tasks.audit.checks import audit as run_audit
+    from rayapp.tasks.audit.subjects import subjects_of
+
+    rewards, cache = answer_rewards(config), config.data.cache_dir
+    subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
+    async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
+        return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
+
+
+def _print(reports: Sequence[TaskReport]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from rayapp.core.logs import visible
+
+    table = Table("task", "nothing", "solution", "best guess", "cheats", "findings", box=box.SIMPLE)
+    for column in table.columns:
+        column.overflow = "fold"
+    shown = [report for report in reports if report.findings or len(reports) <= _MOST_LINES]
+    for report in shown:
+        guess = f"{report.trivial:.2f} {report.trivial_answer}" if report.trivial is not None else ""
+        nothing = "" if report.nothing is None else f"{report.nothing:g}"
+        cells = [report.task, nothing, report.solution, guess, report.cheats, str(len(report.findings))]
+        table.add_row(*(escape(visible(cell)) for cell in cells))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for report in shown:
+        for finding in report.findings:
+            console.print(
+                f"[red]{finding.check:>9}[/]  {escape(visible(f'{report.task}: {finding.detail}'))}", highlight=False
+            )
+        for what, note in report.notes.items():
+            console.print(f"{'note':>9}  {escape(visible(f'{report.task}: {what}: {note}'))}", highlight=False)
+    bad = sum(bool(report.findings) for report in reports)
+    console.print(f"{len(reports)} tasks audited, {bad} with findings")

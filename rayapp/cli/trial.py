@@ -1,0 +1,271 @@
+"""The work of `rayapp try`: score answers by a reward function or a rule, and call tools as one trajectory does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayapp.cli.score import read_answers, verdict_fields
+from rayapp.config.config import Config, with_values
+from rayapp.core.aio import run_until_done
+from rayapp.core.errors import InputError
+from rayapp.core.types import CallRecord, Reward
+from rayapp.tasks.answer_rules import find_rule
+from rayapp.tasks.answers import Answer, score_answer
+from rayapp.tasks.data.data_row import DataRow, parse_row
+from rayapp.tools.base import RawCall, ToolContext
+from rayapp.tools.toolset import ToolSet
+
+SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Arguments of `rayapp try reward`."""
+
+    name: str
+    """A function as `place:name`, or a data source that has a rule."""
+    data: Path | None
+    rows: range
+    ground_truth: str
+    seed: int
+    config: Path | None
+
+    @property
+    def has_function(self) -> bool:
+        return ":" in self.name
+
+
+def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
+    """Score the answers, or without any the extremes of each row, and print one JSON line each.
+
+    Returns:
+        True if every answer has a verdict and, without answers, each row's ground truth earns more than an empty text.
+    Raises:
+        UserError: the function, the rule, a file or a row can't be used.
+    """
+    from rayapp.config.loading import load_config
+    from rayapp.rollout.sources import answer_rewards
+    from rayapp.sandbox.pool.build import open_pool
+
+    config = with_function(load_config(trial.config), trial)
+    rewards = answer_rewards(config)
+    if rewards.custom is not None:
+        rewards.custom.load()
+    answers = [*texts, *(found.text for file in files for found in read_answers(file))]
+    given = list(rows_of(trial))
+    for _, row in given:
+        rewards.truth_kind(row.data_source)
+
+    async def run() -> bool:
+        is_well = True
+        async with open_pool(config.sandbox.without_stock, f"try-{os.getpid()}") as (pool, _):
+            for number, row in given:
+                verdicts = []
+                for text in answers or _extremes(row, trial):
+                    verdicts.append(await score_answer(_answer(row, text), rewards, pool, seed=trial.seed))
+                    print(json.dumps(record(number, text, verdicts[-1])), flush=True)
+                told = "" if answers else worthless_truth(number, row, trial, [each.value for each in verdicts])
+                if told:
+                    print(told, file=sys.stderr)
+                is_well &= all(verdict.valid for verdict in verdicts) and not told
+        return is_well
+
+    return run_until_done(run())
+
+
+def with_function(config: Config, trial: Trial) -> Config:
+    """Return the config with the tried function as reward.custom; empty if a rule is tried."""
+    return with_values(config, reward={"custom": trial.name if trial.has_function else ""})
+
+
+def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:
+    """Yield the rows that answers are scored for, each with its number in the file.
+
+    Raises:
+        InputError: there is no such file or row, or a row is not in verl's schema.
+    """
+    if trial.data is None:
+        source = "own" if trial.has_function else trial.name
+        yield 0, DataRow(messages=(), data_source=source, ground_truth=trial.ground_truth)
+        return
+    yield from read_rows(trial.data, trial.rows)
+
+
+def read_rows(file: Path, rows: range) -> Iterator[tuple[int, DataRow]]:
+    """Yield these rows of a parquet file, each with its number.
+
+    Raises:
+        InputError: there is no such file or row, or a row is not in verl's schema.
+    """
+    table = _read_table(file)
+    if rows.start >= table.num_rows:
+        raise InputError(f"{file} has {table.num_rows} rows, and no row {rows.start} (counted from 0)")
+    for number in rows[: table.num_rows - rows.start]:
+        yield number, parse_row(table.slice(number, 1).to_pylist()[0], f"{file}, row {number}")
+
+
+def _read_table(file: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def _extremes(row: DataRow, trial: Trial) -> list[str]:
+    """Return the right answer (in the rule's form if the prompt asks for that form) and an empty text."""
+    truth, rule = row.ground_truth, None if trial.has_function else find_rule(row.data_source)
+    if rule is not None and rule.is_asked_for(_prompt(row)):
+        return [rule.right_answer(truth), ""]
+    return [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
+
+
+def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
+    """Return why training on this row would teach nothing; empty if its ground truth earns more than an empty answer.
+
+    Args:
+        rewards: reward of the ground truth, then of the empty answer.
+    """
+    rule = None if trial.has_function else find_rule(row.data_source)
+    # Tests, structs and empty texts are not answers, so a reward function may rightly give them nothing.
+    is_answer = rule is not None or (trial.has_function and isinstance(row.ground_truth, str | int | float))
+    if not is_answer or row.ground_truth == "" or rewards[0] > rewards[1]:
+        return ""
+    head = (
+        f"failed: row {number}: the ground truth {row.ground_truth!r:.60} earns {rewards[0]:g}, no more than nothing."
+    )
+    if rule is None:
+        return f"{head} If {trial.name} reads another form of it, give a right answer with --answer."
+    shown = rule.right_answer(row.ground_truth)[:80]
+    if rule.is_asked_for(_prompt(row)):
+        return f"{head} The rule of {row.data_source} can't read {shown!r}: is the ground truth right?"
+    return (
+        f"{head} The rule of {row.data_source} reads answers like {shown!r}, and the prompt doesn't ask for that: "
+        "ask for it (rayapp data rows --system '…'), or give a right answer as the policy would write it: --answer."
+    )
+
+
+def _prompt(row: DataRow) -> str:
+    return "\n".join(str(message.get("content", "")) for message in row.messages)
+
+
+def _answer(row: DataRow, text: str) -> Answer:
+    return Answer(
+        completion_text=text,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+    )
+
+
+def record(number: int, text: str, verdict: Reward) -> dict[str, object]:
+    """Return the fields of one output line."""
+    return {"row": number, "answer": text[:SHOWN_CHARS]} | verdict_fields(verdict)
+
+
+MAX_OUTPUT_CHARS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolTrial:
+    """Arguments of `rayapp try tool`."""
+
+    target: str
+    """A tool file, or a tool class as `FILE.py:CLASS` or by its shipped name."""
+    data: Path | None
+    row: int
+    create_kwargs: str
+    config: Path | None
+
+    @property
+    def is_file(self) -> bool:
+        return Path(self.target).suffix in (".yaml", ".yml", ".json")
+
+
+def try_tool(trial: ToolTrial, words: Sequence[str]) -> bool:
+    """Call the tools in order and print one JSON line per call.
+
+    Returns:
+        True if every call ran.
+    Raises:
+        UserError: a tool, the row or the arguments of this command can't be used.
+    """
+    from rayapp.config.loading import load_config
+    from rayapp.sandbox.pool.build import open_pool
+    from rayapp.tools.loading import open_tools
+
+    calls = list(calls_of(words))
+    sandbox = load_config(trial.config).sandbox.without_stock
+
+    async def run() -> bool:
+        async with open_pool(sandbox, f"try-{os.getpid()}") as (pool, _):
+            file, brought = (trial.target, ()) if trial.is_file else ("", (trial.target,))
+            tools = await open_tools(file, ToolContext(sandboxes=pool), brought=brought)
+            try:
+                return await _play(tools, trial, calls)
+            finally:
+                await tools.close()
+
+    return run_until_done(run())
+
+
+def calls_of(words: Sequence[str]) -> Iterator[RawCall]:
+    """Parse words such as `roll '{"sides": 6}'` into calls. Raises InputError: a name has no arguments."""
+    if len(words) % 2:
+        raise InputError(
+            f"{words[-1]!r} has no arguments: give each call as a name and a JSON object, e.g. roll '{{}}'"
+        )
+    for name, arguments in zip(words[::2], words[1::2], strict=True):
+        yield RawCall(name=name, arguments=arguments)
+
+
+async def _play(tools: ToolSet, trial: ToolTrial, calls: Sequence[RawCall]) -> bool:
+    from rayapp.rollout.agent.calls import run_call
+    from rayapp.rollout.recorder import AgentLimits
+
+    if not calls:
+        for schema in tools.schemas:
+            print(json.dumps(schema.as_openai()))
+        return True
+    limits = AgentLimits(max_response_tokens=1, max_tool_output_chars=MAX_OUTPUT_CHARS)
+    records: list[CallRecord] = []
+    async with tools.trajectory(_kwargs(trial, tools)) as states:
+        for call in calls:
+            records.append(await run_call(call, tools=tools, states=states, limits=limits))
+            print(json.dumps(_shown(records[-1])), flush=True)
+        end = {"verdicts": await states.rewards(), "answer": states.answer}
+    print(json.dumps(end))
+    return not any(record.failure for record in records)
+
+
+def _kwargs(trial: ToolTrial, tools: ToolSet) -> Mapping[str, Mapping[str, Any]]:
+    if trial.create_kwargs:
+        try:
+            given = json.loads(trial.create_kwargs)
+        except ValueError as error:
+            raise InputError(f"--create-kwargs is no JSON: {error}") from None
+        return {schema.name: {"create_kwargs": given} for schema in tools.schemas}
+    if trial.data is None:
+        return {}
+    [(_, row)] = read_rows(trial.data, range(trial.row, trial.row + 1))
+    return row.tools_kwargs
+
+
+def _shown(record: CallRecord) -> dict[str, object]:
+    return {
+        "tool": record.name,
+        "arguments": record.arguments,
+        "output": record.output,
+        "failure": record.failure,
+        "reward": record.reward,
+        "seconds": round(record.duration_s, 4),
+        "waited_s": round(record.waited_s, 4),
+    }

@@ -1,0 +1,267 @@
+"""Sections for models beside the policy, none of them trained: `distillation` (a teacher), `judges` (models behind HTTP
+that give rewards, docs/judges.md), and `model_servers` (servers that the run starts for them). Data only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from rayapp.config.base import FrozenModel
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+SCHEME = "run://"
+"""Scheme of a base_url that names a model server of the run: run://NAME."""
+
+
+class ModelServerSection(FrozenModel):
+    """A vLLM server of the run on its own GPUs. The run starts it before its clients and restarts it if it dies."""
+
+    name: str = Field(pattern=NAME)
+    """Unique name. Its clients set base_url: run://NAME and use this name as the model's."""
+    path: str = Field(min_length=1)
+    """Hugging Face model: a local folder, an s3:// folder, or a hub id."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one node that the model is split over."""
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, lt=1.0)
+    """Share of each GPU's memory that vLLM takes."""
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further options of `vllm serve`, e.g. {max-model-len: 8192}, or {runner: pooling} for a reward model."""
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _not_ours(cls, options: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
+        for name in options:
+            if name.strip("-").replace("_", "-") in _OURS:
+                raise ValueError(f"the option {name!r} follows from the run: leave it out, or use the key of that name")
+        return options
+
+
+_OURS = (
+    *("host", "port", "uds", "api-key", "model", "served-model-name"),
+    *("tensor-parallel-size", "gpu-memory-utilization"),
+)
+
+
+def server_named(base_url: str) -> str:
+    """Return NAME of run://NAME; empty for any other URL."""
+    return base_url.removeprefix(SCHEME) if base_url.startswith(SCHEME) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Address of a model behind HTTP, with the limits that its clients keep."""
+
+    who: str
+    """Name for messages, e.g. `judge quality`."""
+    base_url: str
+    api_key_env: str
+    timeout_s: float
+    """Deadline of one request."""
+    max_retries: int
+    max_concurrent: int
+    """Most requests in flight at once, over the whole run."""
+    requests_per_minute: float = 0.0
+    """Rate limit of the whole run. 0: no limit but the server's 429."""
+
+
+def plain_url(value: str) -> str:
+    """Return the URL without a trailing slash. Raises ValueError: it is not http(s) or run://, or carries credentials
+    or a query."""
+    if server_named(value):
+        return value
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
+        shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+        raise ValueError(
+            f"{shown!r} must be http(s)://HOST[:PORT][/PATH] or run://NAME, without a user, a password or a query: a "
+            "key goes into the variable that api_key_env names"
+        )
+    return value.rstrip("/")
+
+
+class DistillationSection(FrozenModel):
+    """On-policy distillation (docs/distillation.md)."""
+
+    teacher: str = ""
+    """Teacher model, which must have the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The
+    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher, which takes
+    no memory and needs `privileged`. Empty: no distillation."""
+    base_url: str = ""
+    """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve
+    MODEL --tensor-parallel-size 8`; `teacher` is the model's name there. You start this server; while it restarts, the
+    run waits for some minutes. run://NAME: one of model_servers, which the run starts. Needs kl_over: sampled."""
+    api_key_env: str = ""
+    """Environment variable of the learners that holds the server's key. Empty: no key."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Deadline of one trajectory's request to the server."""
+    privileged: Literal["none", "verdict"] = "none"
+    """Text that only the teacher reads, before the prompt. verdict: status, reward, and the exception or the first
+    failed test of the answer. Needs kl_over: sampled, as token positions differ from the policy's."""
+    max_privileged_tokens: int = Field(256, ge=64)
+    """Most tokens of the text that only the teacher reads; a longer verdict is cut."""
+    kl: Literal["reverse", "forward"] = "reverse"
+    """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
+    likely. forward: KL(teacher || policy), which makes the policy cover everything the teacher would say."""
+    kl_over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
+    """Tokens that the KL sums over. sampled: an advantage for each sampled token from its two log-probs. vocabulary:
+    the full KL at every position as a loss, which is less noisy but computes the head twice. top_k: like vocabulary,
+    but all tokens outside the top_k most probable ones (the policy's for reverse, the teacher's for forward) count as
+    one token."""
+    top_k: int = Field(64, ge=1)
+    """Number of most probable tokens that kl_over: top_k keeps apart."""
+    weight: float = Field(1.0, gt=0.0)
+    """Factor of the teacher's advantages or loss."""
+    reward_weight: float = Field(1.0, ge=0.0)
+    """Factor of the rewards' advantages. At 0 only the teacher trains the policy, and rewards are only measured."""
+    max_log_ratio: float | None = Field(10.0, gt=0.0)
+    """For kl_over: sampled: clip the teacher's log-prob minus the policy's to this range, in both directions, so that a
+    token that the teacher would never say doesn't outweigh all others. null: don't clip."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """True if the loss needs the teacher's full distribution, not only log-probs of sampled tokens."""
+        return bool(self.teacher) and self.kl_over != "sampled"
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy is its own teacher."""
+        return self.teacher == "policy"
+
+    @property
+    def num_privileged_tokens(self) -> int:
+        """Most tokens that only the teacher reads."""
+        return self.max_privileged_tokens if self.privileged != "none" else 0
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Endpoint of the teacher's server, with retries for some minutes, while the user restarts it."""
+        return Endpoint(
+            who="the teacher",
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            max_retries=20,
+            max_concurrent=256,
+        )
+
+    @field_validator("base_url", mode="after")
+    @classmethod
+    def _plain_url(cls, value: str) -> str:
+        return plain_url(value) if value else value
+
+    @model_validator(mode="after")
+    def _somebody_teaches(self) -> Self:
+        fields = type(self).model_fields
+        idle = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if idle and not self.teacher:
+            raise ValueError(
+                f"distillation.{idle[0]} is {getattr(self, idle[0])!r}, but distillation.teacher names no model: "
+                "nothing would be distilled. Name one, or leave the section out."
+            )
+        if self.is_policy and self.privileged == "none":
+            raise ValueError(
+                "distillation.teacher is policy and distillation.privileged is none: a policy that reads no more than "
+                "itself is no teacher. Set distillation.privileged: verdict, or name another model."
+            )
+        if self.base_url and (self.is_policy or self.kl_over != "sampled"):
+            raise ValueError(
+                f"distillation.base_url is set, distillation.teacher is {self.teacher} and distillation.kl_over is "
+                f"{self.kl_over}: a server gives the log-probs of sampled tokens, of a model that it names. Use "
+                "distillation.kl_over: sampled with the teacher's name there, or leave base_url out."
+            )
+        if self.privileged != "none" and self.kl_over != "sampled":
+            raise ValueError(
+                f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: what the "
+                "teacher alone reads moves its positions away from the policy's. Use distillation.kl_over: sampled."
+            )
+        return self
+
+
+class Criterion(FrozenModel):
+    """One criterion of a judge's rubric."""
+
+    name: str = Field(pattern=NAME)
+    text: str = Field(min_length=1)
+    """What a response must do for the highest score."""
+    weight: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    """Weight relative to the other criteria."""
+
+
+class JudgeSection(FrozenModel):
+    """A model that judges, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
+
+    name: str = Field(pattern=NAME)
+    """Unique name, used in reward.judges, metrics and reward terms."""
+    kind: Literal["rubric", "pairwise", "reward_model"] = "rubric"
+    """rubric: the judge scores each criterion. pairwise: the judge compares the responses of a group in pairs; the
+    score of a response is the share of comparisons it wins. reward_model: the score of a sequence classification
+    model."""
+    base_url: str
+    """Base URL for OpenAI clients, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1. run://NAME: one of
+    model_servers."""
+    model: str = Field(min_length=1)
+    """The model's name at base_url; with run://NAME, the same NAME."""
+    api_key_env: str = ""
+    """Environment variable of the rollout workers that holds the key; a config never holds keys. Empty: no key."""
+    rubric: tuple[Criterion, ...] = ()
+    """Criteria of rubric and pairwise judges: each has a name, a text that describes the best response, and a weight
+    (default 1)."""
+    max_score: int = Field(10, ge=1, le=100)
+    """For rubric: the highest score of a criterion; the lowest is 0. The reward is the weighted mean of the scores
+    divided by this."""
+    reference: bool = False
+    """Show the judge the data row's ground_truth. Not for tasks, which have none."""
+    num_opponents: int = Field(4, ge=2, multiple_of=2)
+    """For pairwise: number of other responses of the group that each response is compared with, in both orders."""
+    class_index: int | None = Field(None, ge=0)
+    """For reward_model: index of the class whose number is the reward, if the model has several classes."""
+    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in the
+    prompt only), for servers that refuse json_schema."""
+    temperature: float | None = Field(0.0, ge=0.0)
+    """Sampling temperature of the judge. None: not sent, for models that refuse it."""
+    max_tokens: int = Field(1024, ge=16)
+    """Most tokens of the judge's answer, including its reasons."""
+    timeout_s: float = Field(60.0, gt=0.0)
+    """Deadline of one request. For a pairwise judge, responses must also be complete this long before
+    rollout.group_deadline_s."""
+    max_retries: int = Field(3, ge=0)
+    """Retries of a request after 408, 429, 5xx, no answer, or no connection."""
+    requests_per_minute: float = Field(0.0, ge=0.0)
+    """Rate limit of the whole run, divided among the rollout workers. 0: no limit but the server's 429."""
+    max_concurrent: int = Field(32, ge=1)
+    """Most requests in flight at once, over the whole run."""
+    cache: bool = True
+    """Keep answers in judgements/ of the run folder, so that the same request is not sent to the same model again."""
+    input_price: float = Field(0.0, ge=0.0)
+    """Price in dollars per million tokens that the judge reads."""
+    output_price: float = Field(0.0, ge=0.0)
+    """Price in dollars per million tokens that the judge writes."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(
+            who=f"judge {self.name}",
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            max_retries=self.max_retries,
+            max_concurrent=self.max_concurrent,
+            requests_per_minute=self.requests_per_minute,
+        )
+
+    _plain_url = field_validator("base_url", mode="after")(plain_url)
+
+    @model_validator(mode="after")
+    def _rubric_where_asked(self) -> Self:
+        if self.kind != "reward_model" and not self.rubric:
+            raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
+        if self.kind == "reward_model" and (self.rubric or self.reference):
+            raise ValueError("a reward_model reads no rubric and no reference: leave them out")
+        if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
+            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, as a metric is")
+        return self

@@ -1,0 +1,63 @@
+"""For clients of services: keys from the environment, which a config never holds, and a rate limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from rayapp.core.errors import ConfigError, UserError
+
+
+def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:
+    """Return the key in an environment variable; empty if no variable is named.
+
+    Args:
+        who: name of the client for the message, e.g. `provider e2b`.
+        error: type of the error to raise.
+    Raises:
+        UserError: the variable is not set.
+    """
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise error(
+            f"{who} needs a key: set {variable} in the environment (for a Ray job: in the env_vars of its "
+            "runtime_env), or name another variable in api_key_env"
+        )
+    return key
+
+
+class TokenBucket:
+    """Rate limit that issues `rate_per_s` tokens per second and saves up at most `burst`.
+
+    Args:
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, *, rate_per_s: float, burst: int, clock: Callable[[], float]) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = float(burst)
+        self._clock = clock
+        self._tokens = float(burst)
+        self._updated_at = clock()
+        self._blocked_until = 0.0
+
+    def block_for(self, seconds: float) -> None:
+        """Issue no token for this long, e.g. because the provider asked to wait. Never shortens an earlier block."""
+        self._blocked_until = max(self._blocked_until, self._clock() + seconds)
+
+    def wait_s(self) -> float:
+        """Return the seconds until `take` succeeds; 0 if it would now."""
+        now = self._clock()
+        # A clock that jumps back must not take tokens away.
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._updated_at) * self._rate_per_s)
+        self._updated_at = now
+        missing_s = max(0.0, 1.0 - self._tokens) / self._rate_per_s
+        return max(0.0, missing_s, self._blocked_until - now)
+
+    def take(self) -> bool:
+        """Take a token and return True; False if there is none."""
+        # Tolerate rounding, which may leave a billionth of a token missing forever.
+        if self.wait_s() > 1e-9:
+            return False
+        self._tokens -= 1.0
+        return True

@@ -1,0 +1,218 @@
+"""Find objects by the names that a configuration gives them: objects of the calling program, plug-ins, Python files.
+
+Objects of a program (tasks and reward functions that are not in files) are in a registry of the process. They travel to
+rollout workers by cloudpickle, which also pickles classes of a notebook or of `__main__`.
+
+    rayapp.train(tasks=[task], reward=fn)     config.tasks = ("python:add",)   config.reward.custom = "python:fn"
+             |                                            | looked up here when a task or a reward is loaded
+             '-- with giving({...}) --> this registry ----'--> sent to each rollout worker, which adds them
+
+Plug-ins are entry points of other installed packages; all kinds share one mechanism.
+
+    pyproject.toml of a package:   [project.entry-points."rayapp.tasks"]
+                                   reverse = "my_package.tasks:REVERSE"
+    here:                          load_plugin("tasks", "reverse") -> the object
+
+Names are read from the packages' metadata; a package is imported only when its plug-in is loaded. A broken package is
+an error only for runs that use its plug-in. Shipped names come first.
+
+Also here: suggestions for mistyped names, and faster imports of large libraries, which cost each process seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from rayapp.core.errors import ConfigError, InputError
+
+PREFIX = "python:"
+_OBJECTS: dict[str, object] = {}
+
+
+def is_given(name: str) -> bool:
+    """Return True for a name of this registry."""
+    return name.startswith(PREFIX)
+
+
+def given(name: str) -> object:
+    """Return the object of this name.
+
+    Raises:
+        InputError: this process doesn't have it.
+    """
+    try:
+        return _OBJECTS[name]
+    except KeyError:
+        raise InputError(
+            f"{name} is an object of the Python program that started this run, and not here: start it from there "
+            "(rayapp.train), or write a file and name that"
+        ) from None
+
+
+def all_given() -> dict[str, object]:
+    """Return all objects of this process, to send to another one."""
+    return dict(_OBJECTS)
+
+
+def add_given(objects: Mapping[str, object]) -> None:
+    """Add objects that another process sent."""
+    _OBJECTS.update(objects)
+
+
+@contextmanager
+def giving(objects: Mapping[str, object]) -> Iterator[None]:
+    """Register a program's objects for the length of the block."""
+    before = dict(_OBJECTS)
+    _OBJECTS.update(objects)
+    try:
+        yield
+    finally:
+        _OBJECTS.clear()
+        _OBJECTS.update(before)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: `; did you mean x?`, or a full stop if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else "."
+
+
+Kind = Literal["tasks", "agents", "rewards", "tools", "sandbox_providers", "trackers", "losses", "estimators"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One entry point of an installed package."""
+
+    kind: Kind
+    name: str
+    place: str
+    """`module:attribute`."""
+    package: str
+    """Name and version of the package."""
+
+    def load(self) -> Any:
+        """Import and return the object.
+
+        Raises:
+            ConfigError: its package can't be imported, or has no such attribute.
+        """
+        try:
+            return importlib.metadata.EntryPoint(self.name, self.place, f"rayapp.{self.kind}").load()
+        except (Exception, SystemExit) as error:  # boundary: a foreign module raises what it likes
+            raise ConfigError(
+                f"plug-in {self.name} of {self.package} is broken: {self.place} can't be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def plugins(kind: Kind | None = None) -> list[Plugin]:
+    """Return all plug-ins, or those of one kind, sorted by kind and name."""
+    return [found for found in _all_plugins() if kind is None or found.kind == kind]
+
+
+def is_plugin(kind: Kind, name: str) -> bool:
+    """Return True if an installed package offers a plug-in of this kind and name."""
+    return any(found.name == name for found in plugins(kind))
+
+
+def load_plugin(kind: Kind, name: str) -> Any:
+    """Load the plug-in of this kind and name and return its object.
+
+    Raises:
+        ConfigError: no package offers it, several do, or it can't be loaded.
+    """
+    found = [each for each in plugins(kind) if each.name == name]
+    if not found:
+        raise ConfigError(f"no plug-in of rayapp.{kind} is called {name!r}{did_you_mean(name, plugin_names(kind))}")
+    if len(found) > 1:
+        packages = " and ".join(each.package for each in found)
+        raise ConfigError(f"{packages} both offer {name!r} as rayapp.{kind}: uninstall one of them")
+    return found[0].load()
+
+
+def plugin_names(kind: Kind) -> tuple[str, ...]:
+    """Return the names of all plug-ins of a kind, each once."""
+    return tuple(dict.fromkeys(found.name for found in plugins(kind)))
+
+
+def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
+    """Check a name. Raises ValueError: it is neither shipped nor a plug-in's."""
+    known = (*shipped, *plugin_names(kind)) if name not in shipped else (name,)
+    if name not in known:
+        raise ValueError(
+            f"{name!r} is unknown{did_you_mean(name, known)} It is one of {', '.join(known)}, or a plug-in's "
+            "(rayapp plugins)"
+        )
+
+
+@functools.cache
+def _all_plugins() -> tuple[Plugin, ...]:
+    found = {
+        Plugin(kind=kind, name=point.name, place=point.value, package=_package(point))
+        for kind in KINDS
+        for point in importlib.metadata.entry_points(group=f"rayapp.{kind}")
+    }
+    return tuple(sorted(found, key=lambda each: (KINDS.index(each.kind), each.name, each.package)))
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
+
+
+UNUSED = ("is_sklearn_available", "is_scipy_available")
+"""Checks of transformers before it imports scikit-learn (with SciPy and pandas, for assisted generation) and SciPy (for
+object detection): features that are not used here."""
+UNUSED_BY_VLLM = ("scipy.signal", "pandas")
+"""Modules that vLLM imports if they are installed, for audio and for tables of AMD's kernels."""
+
+
+def module_of(file: str | Path, name: str) -> ModuleType:
+    """Run a Python file as a module of this name and return it. The module is not added to sys.modules."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def large_imports(*absent: str) -> Iterator[None]:
+    """Context manager that speeds up the first import of transformers' models (8 s to 5 s) or of vLLM (10 s to 6 s).
+
+    The garbage collector pauses, which would scan the thousands of imported modules again and again. Libraries that are
+    imported only for unused features appear as not installed.
+
+    Args:
+        absent: further modules that appear as not installed, for all threads, unless they were imported before.
+    """
+    from transformers import utils
+
+    was_enabled = gc.isenabled()
+    asked = {name: getattr(utils, name) for name in UNUSED}
+    hidden = [name for name in absent if name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    gc.disable()
+    modules.update(dict.fromkeys(hidden))
+    vars(utils).update(dict.fromkeys(UNUSED, lambda: False))
+    try:
+        yield
+    finally:
+        vars(utils).update(asked)
+        for name in hidden:
+            del modules[name]
+        if was_enabled:
+            gc.enable()

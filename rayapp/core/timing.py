@@ -1,0 +1,133 @@
+"""Detect stalled work inside a process (`InHand`), and measure where wall time goes (`Stopwatch`, `Phases`).
+
+Each vLLM server and rollout worker has an `InHand`, which its `ping` checks; the driver's supervision replaces a
+stalled process like one that hangs. Stalls that no single process can see are found by the driver's watchdog.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rayapp.core.errors import StalledError
+from rayapp.core.types import GroupSummary
+
+
+class InHand:
+    """Work in progress of a process, which raises StalledError if none of it makes progress although the process
+    answers calls.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun: dict[int, float] = {}
+        """Number of the work -> its start time, oldest first."""
+        self._num_begun = 0
+        self._moved_at = clock()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count one piece of work as in progress during the block. Leaving the block without an error is progress."""
+        self._num_begun = key = self._num_begun + 1
+        self._begun[key] = self._clock()
+        try:
+            yield
+            self.moved()
+        finally:
+            del self._begun[key]
+
+    def moved(self) -> None:
+        """Record progress: a token was sampled, or new weights were loaded."""
+        self._moved_at = self._clock()
+
+    def check_moves(self, limit_s: float, *, who: str, work: str) -> None:
+        """Check that the work has made progress within limit_s.
+
+        Raises:
+            StalledError: there is work, and none of it has made progress for limit_s.
+        """
+        if not self._begun:
+            return
+        still_s = self._clock() - max(self._moved_at, self._oldest)
+        if still_s >= limit_s:
+            raise StalledError(
+                f"{who} answers, but none of the {len(self._begun)} {work} it has in hand got on for {still_s:.0f} s "
+                f"(recovery.stall_replace_s = {limit_s:g})."
+            )
+
+    def check_ends(self, limit_s: float, *, who: str, work: str) -> None:
+        """Check that no piece of work is older than limit_s.
+
+        Raises:
+            StalledError: a piece of work is older.
+        """
+        if self._begun and (age_s := self._clock() - self._oldest) >= limit_s:
+            raise StalledError(
+                f"{who} answers, but one of the {len(self._begun)} {work} it has in hand has not ended after "
+                f"{age_s:.0f} s, past rollout.group_deadline_s, which it keeps itself."
+            )
+
+    @property
+    def _oldest(self) -> float:
+        return next(iter(self._begun.values()))
+
+
+class Stopwatch:
+    """Adds up seconds by name in intervals that don't overlap, from its construction on.
+
+    Args:
+        on_change: called with the name of each interval when it starts.
+        synchronize: called before an interval ends. GPU kernels run on after the call that launched them: without
+            synchronization their time would count for the next name.
+    """
+
+    def __init__(
+        self, *, on_change: Callable[[str], None] = lambda name: None, synchronize: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_change = on_change
+        self._synchronize = synchronize
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`. Intervals must not nest."""
+        self._on_change(name)
+        started = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self, names: tuple[str, ...] = ()) -> tuple[dict[str, float], float]:
+        """Return seconds by name, and their total. Names in `names` that never started have 0; `other` is the rest."""
+        total_s = time.perf_counter() - self._started
+        seconds = dict.fromkeys(names, 0.0) | self._seconds
+        return seconds | {"other": total_s - sum(seconds.values())}, total_s
+
+
+class Phases(Stopwatch):
+    """Stopwatch of one step's phases in the driver, which add up to the step."""
+
+    def metrics(self, summaries: Sequence[GroupSummary]) -> dict[str, float]:
+        """Return `timing_s/*` of the phases (`timing_s/other`: time in no phase), and tokens per second of the step.
+
+        `timing_s/generate` and `timing_s/score` split the wait for rollouts at the moment when the last completion was
+        sampled: scoring overlaps generation, so only its tail adds to the wait.
+        """
+        seconds, step_s = self.seconds()
+        num_response = sum(int(summary.num_response_tokens.sum()) for summary in summaries)
+        generate_s = max((summary.time_generate_s for summary in summaries), default=0.0)
+        total_s = max((summary.time_total_s for summary in summaries), default=0.0)
+        return {f"timing_s/{name}": value for name, value in seconds.items()} | {
+            "timing_s/step": step_s,
+            "timing_s/generate": generate_s,
+            "timing_s/score": max(0.0, total_s - generate_s),
+            "throughput/response_tokens_per_s": num_response / step_s,
+            "throughput/generated_tokens_per_s": num_response / generate_s if generate_s > 0 else 0.0,
+        }

@@ -1,0 +1,93 @@
+"""Trajectories with forks (trees of tokens), and group summaries: the numbers that the driver keeps. Pure.
+
+    token_ids  p q r a b c d e   forks (start 5, after 2)      p q r a b
+    index      0 1 2 3 4 5 6 7                                 p q r c d e
+
+Between forks, each token follows its neighbour. A *branch* is a full sequence from a first token to a last. Groups
+themselves stay in the object store.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.core.types import Fork, Group, GroupSummary
+
+Int64Array = NDArray[np.int64]
+
+
+def path_to(index: int, forks: Sequence[Fork]) -> Int64Array:
+    """Return the indices of the context of the token at `index`, in order, followed by `index`; empty for -1."""
+    starts = [0, *(fork.start for fork in forks)]
+    parts = list[Int64Array]()
+    while index >= 0:
+        run = bisect_right(starts, index) - 1
+        parts.append(np.arange(starts[run], index + 1))
+        index = forks[run - 1].after if run else -1
+    return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int64)
+
+
+def branches(num_tokens: int, forks: Sequence[Fork]) -> list[Int64Array]:
+    """Return the token indices of each branch. Every token is in at least one branch; none is a prefix of another.
+
+    Example: 8 tokens and the fork in the module's docstring -> [0 1 2 3 4] and [0 1 2 5 6 7].
+    """
+    if not forks:
+        return [np.arange(num_tokens)]
+    lasts = [fork.start - 1 for fork in forks] + [num_tokens - 1]
+    gone_on_from = {fork.after for fork in forks}
+    return [path_to(last, forks) for last in lasts if last not in gone_on_from]
+
+
+def before(index: int, forks: Sequence[Fork]) -> Int64Array:
+    """Return the indices of the context of the token at `index`, in order."""
+    return path_to(index, forks)[:-1]
+
+
+_MAX_FLOAT32 = 3.4028234e38
+
+
+def storable(value: Any) -> float:
+    """Return a number as a float, after checking that it is finite also in the 32 bits of summaries and learners.
+
+    Raises:
+        ValueError: the value is NaN, infinite or too large.
+        TypeError, OverflowError: the value is no number, or an int with hundreds of digits.
+    """
+    if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
+        raise ValueError(f"{value!r:.80} is no finite number of 32 bits")
+    return float(value)
+
+
+def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
+    """Return the group's scalars that the driver needs."""
+    trajectories = group.trajectories
+    rewards = [t.reward for t in trajectories]
+    begun = [t.num_prompt_tokens for t in trajectories if t.num_response_tokens]
+    names = sorted({name for reward in rewards for name in reward.terms})
+    return GroupSummary(
+        group_id=group.group_id,
+        task=group.prompt.task,
+        rewards=np.array([r.value if r.valid else 0.0 for r in rewards], np.float32),
+        valid=np.array([t.is_trainable for t in trajectories], np.bool_),
+        num_tokens=np.array([t.num_tokens for t in trajectories], np.int32),
+        num_response_tokens=np.array([t.num_response_tokens for t in trajectories], np.int32),
+        num_prompt_tokens=int(group.prompt.token_ids.size),
+        statuses=tuple(t.status.value for t in trajectories),
+        reward_statuses=tuple(r.status for r in rewards),
+        failure_kinds=tuple(r.failure_kind for r in rewards),
+        reward_terms={name: np.array([r.terms.get(name, np.nan) for r in rewards], np.float32) for name in names},
+        min_policy_version=min(t.min_policy_version for t in trajectories),
+        max_policy_version=max(t.max_policy_version for t in trajectories),
+        time_generate_s=max((t.time_generate_s for t in trajectories), default=0.0),
+        time_score_s=sum(r.time_score_s for r in rewards),
+        time_total_s=time_total_s,
+        source=group.prompt.source,
+        mean_prompt_tokens=float(np.mean(begun)) if begun else float(group.prompt.token_ids.size),
+    )

@@ -1,0 +1,158 @@
+"""Dynamic sampling (DAPO, arXiv:2503.14476, §3.2): groups whose rewards are all equal teach nothing and are replaced.
+
+The store checks every finished group with `DynamicSampling.refuses`; a refused group is dropped in its ledger, and its
+slot goes to the next prompt. Only the first `algorithm.dynamic_sampling.max_dropped_per_step` groups of a step can be
+refused: later ones are trained on, with zero advantages. Whether a group is refused depends on its place in the order
+of prompts and not on when it finished, so that synchronous runs repeat.
+
+`FailureBudget` limits how many rollouts may fail before the run stops. Both classes only count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from rayapp.config.algorithm import DynamicSamplingSection
+from rayapp.config.config import Config
+from rayapp.core.errors import TrainingAbortedError
+from rayapp.core.types import GroupSummary
+
+EQUAL_REWARDS = "equal_rewards"
+
+
+class DynamicSampling:
+    """Decides which groups are refused, and counts them between two steps."""
+
+    def __init__(self, section: DynamicSamplingSection) -> None:
+        self._section = section
+        self._num_dropped = self._num_kept = 0
+        self._dropped: list[GroupSummary] = []
+
+    def refuses(self, summary: GroupSummary, place: int) -> bool:
+        """Return whether to replace this group.
+
+        Args:
+            place: index of the group among those admitted for this step, from 0.
+        """
+        if not self._section.enabled or has_signal(summary):
+            return False
+        if place >= self._section.max_dropped_per_step:
+            self._num_kept += 1
+            return False
+        self._num_dropped += 1
+        self._dropped.append(summary)
+        return True
+
+    def take_dropped(self) -> list[GroupSummary]:
+        """Return the groups dropped since the last call: they are not trained on, but their failures count."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the counts since the last call, and reset them."""
+        if not self._section.enabled:
+            return {}
+        metrics = {
+            "dynamic_sampling/dropped": float(self._num_dropped),
+            "dynamic_sampling/kept_past_cap": float(self._num_kept),
+        }
+        self._num_dropped = self._num_kept = 0
+        return metrics
+
+
+def has_signal(summary: GroupSummary) -> bool:
+    """Return False if the group's valid rewards are all equal.
+
+    A group with fewer than two valid trajectories counts as having a signal: it has failures, which have a budget of
+    their own (rollout.max_failed_ratio), and replacing it here would hide them.
+    """
+    rewards = summary.rewards[summary.valid.astype(bool)]
+    return rewards.size < 2 or float(np.ptp(rewards)) > 0.0
+
+
+WINDOW_STEPS = 10
+MOST_LOST_GROUPS = 10
+"""Most groups that may fail as a whole between two steps; the groups of a step, if those are more."""
+GROUP_FAILED = "group_failed"
+
+
+class _Step(NamedTuple):
+    """Counts of one step."""
+
+    num_groups: int
+    num_failing: int
+    """Number of groups with a failed trajectory."""
+    num_trajectories: int
+    kinds: Counter[str]
+    """Failed trajectories by kind."""
+
+
+class FailureBudget:
+    """Counts trajectories that failed for reasons other than the policy, over the last ten steps.
+
+    Args:
+        max_ratio: rollout.max_failed_ratio.
+    """
+
+    def __init__(self, max_ratio: float) -> None:
+        self._max_ratio = max_ratio
+        self._window: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._lost: list[int] = []
+        """Number of trajectories of each group that failed as a whole since the last step."""
+
+    def record(self, summaries: Iterable[GroupSummary]) -> None:
+        """Count one step. In a run with several groups a step, failures of a single group never end it.
+
+        Raises:
+            TrainingAbortedError: the share of failures is above the limit.
+        """
+        groups = [summary.failure_kinds for summary in summaries] + [(GROUP_FAILED,) * size for size in self._lost]
+        self._lost = []
+        self._window.append(
+            _Step(
+                num_groups=len(groups),
+                num_failing=sum(any(kinds) for kinds in groups),
+                num_trajectories=sum(map(len, groups)),
+                kinds=Counter(kind for kinds in groups for kind in kinds if kind),
+            )
+        )
+        is_one_of_many = (
+            sum(step.num_failing for step in self._window) == 1 < sum(step.num_groups for step in self._window)
+        )
+        if self.ratio > self._max_ratio and not is_one_of_many:
+            raise TrainingAbortedError(
+                f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons that "
+                f"are not the policy's ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. Nothing "
+                "was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column reward_detail); "
+                "the run goes on from its last checkpoint."
+            )
+
+    def lost_group(self, config: Config, reason: str) -> None:
+        """Count a group of training that failed as a whole.
+
+        Raises:
+            TrainingAbortedError: too many groups failed since the last step.
+        """
+        self._lost.append(config.rollout.group_size)
+        if len(self._lost) > max(MOST_LOST_GROUPS, config.train.groups_per_step):
+            raise TrainingAbortedError(
+                f"{len(self._lost)} groups failed since the last step. The last reason: {reason} Mend it, then start "
+                "the same command again: the run goes on from its last checkpoint."
+            )
+
+    @property
+    def ratio(self) -> float:
+        """Share of failed trajectories in the window."""
+        total = sum(step.num_trajectories for step in self._window)
+        return sum(step.kinds.total() for step in self._window) / total if total else 0.0
+
+    def _described(self) -> str:
+        kinds: Counter[str] = sum((step.kinds for step in self._window), Counter())
+        return ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/failed_ratio_10_steps": self.ratio}

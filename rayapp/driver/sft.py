@@ -1,0 +1,249 @@
+"""Supervised fine-tuning on demonstrations: `rayapp sft CONFIG`, and the warm-up before a training's first step.
+
+    demonstrations --rows of step n--> learners.supervised_step --> metrics, a checkpoint when one is due --> final/
+
+It is a run of its own, `<output_dir>/<run.name>-sft`, with its own metrics, checkpoints and plots, and is resumed like
+any other run. The training then starts from its `final/` as from any model: reference model, adapters and servers load
+it, and the optimizer is new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rayapp.config.agent import DataSection
+from rayapp.config.config import Config, all_tasks, with_values
+from rayapp.config.sections import RolloutSection, TrainSection
+from rayapp.core.aio import finish_then_cancel, run_until_done
+from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
+from rayapp.core.files import Location
+from rayapp.core.logs import about, start_logs
+from rayapp.core.timing import Phases
+from rayapp.core.types import Trajectory
+from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
+from rayapp.driver.evaluation import evaluate_model
+from rayapp.driver.run import restore
+from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
+from rayapp.rollout.check import check_inputs
+from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
+from rayapp.rollout.order import index_in_epochs
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.plots import write_reward_plot
+from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+from rayapp.storage.models.check import check_model
+from rayapp.storage.models.fetch import with_local_model
+
+
+def run_sft(config: Config) -> None:
+    """Run `rayapp sft`: only the warm-up of this config.
+
+    Raises:
+        UserError: the model, a row, the run folder or the cluster can't be used; nothing was started, or all of it has
+            ended.
+    """
+    if not config.warmup.num_steps:
+        raise ConfigError("warmup.num_steps is 0, so there is nothing to do: set it, and warmup.files (docs/sft.md)")
+    start_logs(config.run.name, config.tracking.log_format)
+    check_model(with_local_model(config))
+    if config.eval.before_training:
+        check_inputs(config, training=False)
+    with one_connection():
+        warm_up(config)
+
+
+def warm_up(config: Config) -> Config:
+    """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
+
+    Returns:
+        The config of the training that follows, with the trained model.
+    Raises:
+        InputError: a row can't be used.
+        RunFolderError: the folder belongs to another run.
+    """
+    section = sft_config(config)
+    if not section.run_folder.exists():
+        _demonstrations(section)  # refused rows leave no empty run behind
+    with RunFolder.open(section) as folder:
+        if folder.exported_step == section.train.num_steps:
+            print(f"{folder.uri} has its {section.train.num_steps} steps on demonstrations", flush=True)
+        else:
+            run_until_done(_run(config, section, folder))
+    return after_warmup(config)
+
+
+def sft_config(config: Config) -> Config:
+    """Return the config of the supervised run. Keys that only GRPO reads have their defaults, so that changing them
+    does not affect this run."""
+    limits = {key: getattr(config.rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
+    learner = config.learner.model_copy(update={"optimizer": config.warmup.optimizer})
+    return Config(
+        run=config.run.model_copy(update={"name": sft_name(config)}),
+        model=config.model,
+        tasks=all_tasks(config),
+        data=DataSection(cache_dir=config.data.cache_dir),
+        agent=config.agent,
+        rollout=RolloutSection(**limits),
+        train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),
+        warmup=config.warmup,
+        learner=learner,
+        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
+        cluster=config.cluster,
+        recovery=config.recovery,
+        tracking=config.tracking,
+    )
+
+
+def sft_name(config: Config) -> str:
+    """Return the name of the supervised run. Raises ConfigError if it is too long."""
+    name = f"{config.run.name}-sft"
+    if len(name) > 63:
+        raise ConfigError(f"run.name {config.run.name!r} is too long for a run with a warm-up: at most 59 characters")
+    return name
+
+
+def after_warmup(config: Config) -> Config:
+    """Return the config with the model that the warm-up exported; unchanged without a warm-up."""
+    if not config.warmup.num_steps:
+        return config
+    root = Location.parse(config.run.output_dir)
+    trained = root.join(sft_name(config)).join("final")
+    return with_values(config, model={"path": str(trained)})
+
+
+def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
+    """Return the rows of step `step`, counted from 1: a pure function, so that a resumed run takes the next rows.
+
+    Each epoch takes every row once, in its own order; a step may span two epochs.
+    """
+    first = (step - 1) * rows_per_step
+    places = range(first, first + rows_per_step)
+    return [index_in_epochs(place, number=num_rows, seed=seed, what="demonstrations") for place in places]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Demonstrations to train on, and metrics from before the first step."""
+
+    learned: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]
+    evaluated: dict[str, float]
+    """`eval/*` of the model before the first step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Learning:
+    """State of the supervised steps."""
+
+    config: Config
+    folder: RunFolder
+    tracker: RunTracker
+    learners: LearnerGroup
+    saver: CheckpointSaver
+    rows: _Rows
+    version: int
+
+    async def begin_checkpoint(self, version: int) -> None:
+        await self.saver.begin(version, next_group_id=0)
+
+    async def step(self, step: int) -> None:
+        phases = Phases(on_change=self.tracker.phase)
+        warmup, last = self.config.warmup, self.config.train.num_steps
+        rows, seed = self.rows.learned, self.config.run.seed
+        chosen = rows_of_step(step, num_rows=len(rows), rows_per_step=warmup.rows_per_step, seed=seed)
+        with phases("train"):
+            metrics = await self.learners.supervised_step(step, [rows[i] for i in chosen])
+        self.version = step
+        metrics |= {"sft/epoch": step * warmup.rows_per_step / len(rows)}
+        if is_due(step, warmup.eval_every_steps, last=last):
+            with phases("eval"):
+                metrics |= await self.validation()
+        every = self.config.checkpoint.every_steps
+        # No checkpoint at the end: the model is in final/ then, and the run is complete.
+        if every and step % every == 0 and step < last:
+            with phases("checkpoint"):
+                await self.begin_checkpoint(step)
+        self.tracker.log(step, metrics | await self.saver.check() | phases.metrics(()))
+
+    async def validation(self) -> dict[str, float]:
+        if not self.rows.held_out:
+            return {}
+        return {"sft/validation_loss": await self.learners.supervised_loss(self.rows.held_out)}
+
+
+def _demonstrations(section: Config) -> tuple[Demonstrations, Sequence[Trajectory]]:
+    """Return the demonstrations to train on, and the held-out rows. Raises InputError if one can't be used."""
+    local, files = with_local_model(section), section.warmup.eval_files
+    found = read_demonstrations(local, section.warmup.files)
+    return found, read_demonstrations(local, files).rows if files else ()
+
+
+async def _run(config: Config, section: Config, folder: RunFolder) -> None:
+    found, held_out = await asyncio.to_thread(_demonstrations, section)
+    with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
+        tracker.note(_what_is_learned(section, found))
+        evaluated = await _evaluated(config, folder, tracker) if folder.checkpoints.latest() is None else {}
+        rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)
+        await _learn_through_losses(section, folder, tracker, rows)
+    write_reward_plot(folder.path)
+
+
+async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> dict[str, float]:
+    """Return `eval/*` of the model before the warm-up if the config asks for it, else nothing."""
+    if not config.eval.before_training:
+        return {}
+    tracker.phase("eval")
+    with folder.recording_evaluation(0) as record:
+        metrics = await evaluate_model(config, report=tracker.note, record=record)
+    return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+def _what_is_learned(config: Config, found: Demonstrations) -> str:
+    warmup = config.warmup
+    source = ", ".join(warmup.files) if warmup.files else f"the tasks {', '.join(config.tasks)}"
+    left_out = f", {found.num_left_out} longer ones left out" if found.num_left_out else ""
+    epochs = warmup.num_steps * warmup.rows_per_step / len(found.rows)
+    return (
+        f"supervised steps on {len(found.rows)} demonstrations of {source}{left_out}: {warmup.num_steps} steps of "
+        f"{warmup.rows_per_step}, {epochs:.3g} epochs"
+    )
+
+
+async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunTracker, rows: _Rows) -> None:
+    """Call `_learn`; when learners are lost, start new ones and go on from the last checkpoint."""
+    for restart in range(config.recovery.max_restarts + 1):
+        try:
+            async with open_learners(config, report=tracker.note) as learners:
+                await _learn(config, folder, tracker, learners, rows)
+                return
+        except LearnersLostError as error:
+            if restart == config.recovery.max_restarts:
+                raise RestartsUsedUpError(
+                    f"the learners were lost {restart + 1} times, and recovery.max_restarts is {restart}. Last reason: "
+                    f"{error} Start the run again: it goes on from its last checkpoint."
+                ) from None
+            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+
+
+async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:
+    version, _, _ = await restore(learners, folder, note=tracker.note)
+    saver = CheckpointSaver(learners, folder, asynchronous=config.checkpoint.asynchronous)
+    state = _Learning(
+        config=config, folder=folder, tracker=tracker, learners=learners, saver=saver, rows=rows, version=version
+    )
+    async with saving(saver), saving_when_stopped(saver, folder, state, partial(_Learning.begin_checkpoint, state)):
+        if version == 0 and (before := rows.evaluated | await state.validation()):
+            tracker.log(0, before)
+        for step in range(version + 1, config.train.num_steps + 1):
+            with about(step=step):
+                # A stop waits for a step that has begun, as half a step can't be saved.
+                await finish_then_cancel(state.step(step))
+        await saver.finish()
+    tracker.phase("exporting")
+    started = time.monotonic()
+    with folder.pending_final() as pending:
+        await learners.export_hf(pending)
+    tracker.note(f"model after the demonstrations: {folder.uri}/final ({time.monotonic() - started:.1f} s)")

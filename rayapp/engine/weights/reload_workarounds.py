@@ -1,0 +1,90 @@
+"""Corrections of vLLM 0.30, which leaves some weights out when it loads a second time.
+
+Each function names the newest vLLM that needs it. With a newer one, leave the call out and run
+tests/cluster/test_vllm_families.py and test_vllm_experts.py: where they pass, delete the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+_PARTS = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def mend_reload(model: Any) -> None:
+    """Make `load_weights` take all of gpt-oss; nothing where the model is another one. Idempotent.
+
+    vLLM copies stacked experts and sinks straight into its parameters, which are placeholders without memory in a
+    reload: the engine would go on with the old ones. Given one by one, experts go through their layer's loader as
+    everything else does; sinks are copied behind the reload. Needed with vLLM 0.30.
+    """
+    if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
+        return
+    model.late_sinks, load_weights = {}, model.load_weights
+    model.load_weights = lambda weights: load_weights(_one_by_one(weights, model.late_sinks))
+
+
+def _one_by_one(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        experts, _, part = name.rpartition(".")
+        if experts.endswith(".experts") and part in _PARTS:
+            yield from ((f"{experts}.{number}.{_PARTS[part]}", own) for number, own in enumerate(tensor))
+            continue
+        if part == "sinks":
+            sinks[name] = tensor.clone()
+        yield name, tensor
+
+
+def copy_sinks(model: Any) -> None:
+    """Give attention the sinks of the reload that has just ended, on each rank those of its heads. vLLM 0.30."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    parameters = dict(model.named_parameters())
+    for name, sinks in getattr(model, "late_sinks", {}).items():
+        own = parameters[name.replace(".self_attn.", ".attn.")].data
+        own.copy_(sinks.narrow(0, get_tensor_model_parallel_rank() * own.numel(), own.numel()))
+
+
+def copy_convolutions(model: Any) -> None:
+    """Give mixers the convolutions of the reload that has just ended; nothing where none is packed.
+
+    On a CPU with AVX512-BF16 the layer packs its weights elsewhere when they are loaded, and the view that mixers
+    compute with is of the old ones. Needed with vLLM 0.30.
+    """
+    for mixer in model.modules():
+        unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None and "conv_weights" in dict(mixer.named_buffers(recurse=False)):
+            mixer.conv_weights.copy_(unpacked)
+
+
+def tie_again(model: Any, architecture: Any) -> None:
+    """Give a tied output layer the new embedding.
+
+    vLLM reloads layer by layer and passes over an output layer that has no weights of its own in the checkpoint.
+    On CPU that layer holds a repacked copy of the embedding: without this it would go on sampling with the old one.
+    Needed with vLLM 0.30.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    if not architecture.tie_word_embeddings:
+        return
+    layers = list(model.modules())
+    embedding = next(layer for layer in layers if type(layer) is VocabParallelEmbedding)
+    for head in (layer for layer in layers if isinstance(layer, ParallelLMHead)):
+        head.tie_weights(embedding)
+        head.quant_method.process_weights_after_loading(head)
+
+
+def mend_after_reload(model: Any, architecture: Any) -> None:
+    """Copy and tie the weights that the last reload left out."""
+    copy_sinks(model)
+    copy_convolutions(model)
+    tie_again(model, architecture)

@@ -1,0 +1,363 @@
+"""Weights from the learners to the servers: which transport, between which ranks, and one sync after the other.
+
+    nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
+    ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
+    object_store   buckets through Ray: for machines without GPUs, for adapters, and for a server that is started again
+
+    sync: Carrier.send -> every server holds the version, or is named with its error
+    catch_up: one server that was started again loads the learners' weights from buckets
+
+Tensors never pass through the driver, which calls this. Everything that sends is behind a protocol, so that tests need
+neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, WeightSyncError
+
+log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 256 << 20
+"""Large enough that a bucket's cost is its bytes, small enough that two copies in flight fit any object store."""
+
+
+class WeightGiver(Protocol):
+    """The learners."""
+
+    def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
+        """Yield references to `WeightBucket`s of the present weights, which the caller calls `version`."""
+        ...
+
+    async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
+        """Form a new group with these servers, and leave the older one."""
+        ...
+
+    async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Send the present weights to every server of the group. Returns bytes and seconds."""
+        ...
+
+
+class WeightTaker(Protocol):
+    """A server."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
+        """Load a version from references to buckets, and serve with it."""
+        ...
+
+    async def go_on(self, timeout_s: float) -> int:
+        """Serve with the weights that the group sent, if they are whole. Policy version that it holds; -1 for none."""
+        ...
+
+
+class Sent(NamedTuple):
+    """The outcome of one sync."""
+
+    metrics: dict[str, float]
+    """`weight_sync/*`"""
+    failed: dict[str, RayappError]
+    """The servers that don't hold the version, by name."""
+
+
+class Carrier(Protocol):
+    """A way for weights from the learners to the servers."""
+
+    needs_all_servers: bool
+    """True if a sync must wait for a server that is being started."""
+
+    async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
+        """Connect the learners to the servers, unless they are connected.
+
+        Raises:
+            WeightSyncError: a server did not join; none is changed by that.
+        """
+        ...
+
+    async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
+        """Make `version` the policy version that all servers hold.
+
+        Raises:
+            LearnersLostError: the learners did not give their weights.
+            WeightSyncError: the learners did not give their weights in time.
+        """
+        ...
+
+    async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
+        """Return references to buckets of the weights of the last sync, for one server; none before the first sync."""
+        ...
+
+
+class WeightSync:
+    """Gives all servers the learners' weights, and gives them again to a server that is started again."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._version = 0
+        self._learners: WeightGiver | None = None
+        """The learners of the last sync."""
+        self._is_syncing = asyncio.Lock()
+        self.are_lost = False
+        """True if the weights of the last sync were on a node that is gone: only a new sync can give them again."""
+
+    async def sync(
+        self,
+        version: int,
+        *,
+        learners: WeightGiver,
+        servers: Sequence[WeightTaker],
+        settled: Callable[[], Awaitable[None]],
+    ) -> Sent:
+        """Make `version` the policy version that all servers hold.
+
+        Servers that don't hold it are named with their errors. They refuse to generate; each must be replaced, and
+        then calls `catch_up`.
+
+        Args:
+            settled: returns when every server is up.
+        Raises:
+            LearnersLostError: the learners are gone.
+            WeightSyncError: the learners did not give their weights in time.
+        """
+        if self._carrier.needs_all_servers:
+            # Try a join that fails once more: it has not touched the servers that are up.
+            await settled()
+            if not await self._joins(learners, servers):
+                await settled()
+        async with self._is_syncing:
+            self._learners = learners
+            sent = await self._carrier.send(version, learners, servers)
+            self._version, self.are_lost = version, False
+        return sent
+
+    async def _joins(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> bool:
+        """Try to connect; False if a server did not join."""
+        async with self._is_syncing:
+            try:
+                await self._carrier.join(learners, servers)
+            except WeightSyncError as error:
+                log.warning("the servers did not join: %s", error)
+                return False
+        return True
+
+    async def catch_up(self, server: WeightTaker) -> None:
+        """Give the weights of the last sync to a server that has just been started.
+
+        If those weights were lost with the learners' node, the server gets none: it serves nothing until the next sync,
+        and `are_lost` is True.
+
+        Raises:
+            LearnersLostError: the learners are gone.
+            WeightSyncError: or another error of `load_weights`; the server must be replaced.
+        """
+        # Serialize with sync, else an older version lands last.
+        async with self._is_syncing:
+            if self._learners is None or self.are_lost:
+                return
+            buckets = await self._carrier.buckets(self._version, self._learners)
+            if not buckets:
+                return
+            try:
+                await server.load_weights(self._version, buckets)
+            except ObjectsLostError as error:
+                log.warning("version %d can't be given to %s any more: %s", self._version, server.name, error)
+                self.are_lost = True
+
+
+class StoreCarrier:
+    """Buckets through Ray's object store: written once, and read by all servers of a node without a copy.
+
+    Args:
+        timeout_s: to export, and for each server to load.
+    """
+
+    needs_all_servers = False
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._buckets: list[Any] = []
+
+    async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
+        """Return: there is no group."""
+
+    async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
+        """See `Carrier`."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                buckets = [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
+        except TimeoutError:
+            raise WeightSyncError(
+                f"the learners did not give version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+            ) from None
+        exported = time.monotonic()
+        answers = await asyncio.gather(*(self._load(version, server, buckets) for server in servers))
+        self._buckets = buckets
+        loaded = [facts for facts in answers if isinstance(facts, dict)]
+        metrics = {
+            "weight_sync/bytes": float(max((facts["bytes"] for facts in loaded), default=0.0)),
+            "weight_sync/tensors_held": float(min((facts.get("num_held", 0.0) for facts in loaded), default=0.0)),
+            "weight_sync/export_s": exported - started,
+            "weight_sync/load_s": time.monotonic() - exported,
+        }
+        named = zip(servers, answers, strict=True)
+        return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
+
+    async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
+        """Load one server. Returns its answer or its error: one server's failure must not hide the others' success."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await server.load_weights(version, buckets)
+        except RayappError as error:
+            return error
+        except TimeoutError:
+            return WeightSyncError(
+                f"{server.name} did not load version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+            )
+
+    async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
+        """Return the references of the last sync, which the driver keeps alive."""
+        return self._buckets
+
+
+class GroupCarrier:
+    """Tensors straight into the engines, through a group that is formed at the first sync and kept.
+
+    Args:
+        timeout_s: for each phase: forming the group, sending, and having the servers go on.
+    """
+
+    needs_all_servers = True
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._joined_by: WeightGiver | None = None
+        self._joined_s = 0.0
+        """Seconds that forming a group took since the last sync."""
+
+    async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
+        """Form the group, unless these learners have formed it."""
+        if self._joined_by is learners:
+            return
+        started = time.monotonic()
+        await learners.open_weight_group(servers, self._timeout_s)
+        self._joined_by = learners
+        self._joined_s += time.monotonic() - started
+
+    async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
+        """See `Carrier`. After a failure all servers that don't hold the version have failed: each waits for others."""
+        started, facts, error = time.monotonic(), dict[str, float](), None
+        try:
+            await self.join(learners, servers)
+            facts = await learners.send_weights(version, self._timeout_s)
+        except WeightSyncError as caught:
+            log.warning("version %d did not reach every server: %s", version, caught)
+            self._joined_by, error = None, caught
+        failed = await self._without(version, servers, error)
+        joined_s, self._joined_s = self._joined_s, 0.0
+        metrics = {
+            "weight_sync/bytes": facts.get("bytes", 0.0),
+            "weight_sync/join_s": joined_s,
+            "weight_sync/load_s": time.monotonic() - started,
+            "weight_sync/tensors_held": facts.get("num_checked", 0.0),
+        }
+        return Sent(metrics, failed)
+
+    async def _without(
+        self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
+    ) -> dict[str, RayappError]:
+        """Have the servers go on. Returns the servers that don't hold the version, by name, each with the reason.
+
+        Called when every learner is done: only then servers take back the memory of a GPU that they share with one.
+        """
+        answers = await asyncio.gather(*(self._go_on(server) for server in servers))
+        reason = error or WeightSyncError(f"it does not hold version {version} although the sync went through")
+        held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]
+        return {s.name: answer for s, answer in zip(servers, held, strict=True) if isinstance(answer, RayappError)}
+
+    async def _go_on(self, server: WeightTaker) -> int | RayappError:
+        try:
+            return await server.go_on(self._timeout_s)
+        except RayappError as error:
+            return error
+
+    async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
+        """Export the learners' weights, and form a new group at the next sync: the present one has lost a member.
+
+        Waits for a step that is being trained, and then returns that step's weights.
+        """
+        self._joined_by = None
+        return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
+
+
+Transport = Literal["object_store", "gloo", "nccl", "ipc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRanks:
+    """Ranks of one process group over learner 0 and all servers.
+
+    Example: 4 servers of TP 2 -> world_size 9, rank_offsets (1, 3, 5, 7).
+    """
+
+    transport: Transport
+    world_size: int
+    rank_offsets: tuple[int, ...]
+    """Rank of each server's first worker. vLLM adds the tensor-parallel rank."""
+    bucket_bytes: int
+
+
+def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
+    """The transport of `server.weight_transport`, or the fastest that the placement allows.
+
+    Raises:
+        ConfigError: the one that is asked for can't work here; says what to use.
+    """
+    asked, placement = config.server.weight_transport, config.cluster.placement
+    if config.learner.lora.sends_adapter:
+        if asked not in ("auto", "object_store"):
+            raise ConfigError(
+                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter: a "
+                "few megabytes that go through object_store. Leave it auto, or set learner.lora.send: merged."
+            )
+        return "object_store"
+    if asked == "auto":
+        if not on_gpu:
+            return "object_store"
+        return "ipc" if placement == "colocated" else "nccl"
+    if asked in ("nccl", "ipc") and not on_gpu:
+        raise ConfigError(
+            f"server.weight_transport is {asked}, which moves weights between GPUs, but this run uses none "
+            f"(cluster.device = {config.cluster.device}). Use object_store or gloo, or leave it auto."
+        )
+    if asked == "ipc" and placement == "split":
+        raise ConfigError(
+            "server.weight_transport is ipc, which needs a learner on every GPU of every server, but "
+            "cluster.placement is split. Use nccl, or placement colocated."
+        )
+    if asked == "nccl" and placement == "colocated":
+        raise ConfigError(
+            "server.weight_transport is nccl, but cluster.placement is colocated: two ranks of one NCCL group can't "
+            "share a GPU. Use ipc, or placement split."
+        )
+    return asked
+
+
+def transfer_plan(config: Config, transport: Transport) -> TransferRanks:
+    """Distinct ranks for every worker of every server."""
+    tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
+    return TransferRanks(
+        transport=transport,
+        world_size=1 + num_servers * tp,
+        rank_offsets=tuple(1 + server * tp for server in range(num_servers)),
+        bucket_bytes=config.server.weight_bucket_mib << 20,
+    )

@@ -1,0 +1,128 @@
+"""Tool output cut to a length, and made harmless for the chat template. Pure; called by the agent loop.
+
+The template's own text around messages that it doesn't look into is rendered once for messages of the same roles and
+tools, and joined from then on: rendering takes longer than the rest of a turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from operator import add
+from typing import Any, Literal, NoReturn
+
+CutSide = Literal["left", "middle", "right"]
+
+
+def cut(text: str, max_chars: int, side: CutSide) -> str:
+    """At most `max_chars` characters of a text, and a mark where the rest was.
+
+    Args:
+        side: which part stays, in verl's sense: `left` keeps the beginning, `right` the end, `middle` both.
+    """
+    if len(text) <= max_chars:
+        return text
+    if side == "left":
+        return text[:max_chars] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - max_chars :]
+    head = max_chars - max_chars // 2
+    return text[:head] + "...(truncated)..." + text[len(text) - max_chars // 2 :]
+
+
+def readable(text: str) -> str:
+    """A text that UTF-8 and tokenizers can hold: half of a surrogate pair, which JSON can name, is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+_MARK = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|^[^\w\n]*\w[\w ]{0,30}:[ \t]*$", re.MULTILINE)
+
+
+def marks(parts: Iterable[str]) -> set[str]:
+    """What a chat template writes to tell who speaks, in the texts that it puts between messages.
+
+    Example: ["</s>[INST] ", "\\n### Response:\\n"] -> {"</s>", "[INST]", "### Response:"}.
+    """
+    return {mark.strip() for part in parts for mark in _MARK.findall(part)}
+
+
+class Neutralizer:
+    """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another's.
+
+    Linear in the text: a regex of all tokens is not, and some tokenizers have thousands that begin alike.
+
+    Args:
+        tokens: the control tokens as text.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._tokens = frozenset(token for token in tokens if len(token) > 1)
+        self._lengths = sorted({len(token) for token in self._tokens})
+        begins = sorted({re.escape(token[:2]) for token in self._tokens})
+        self._begin = re.compile("(?=" + "|".join(begins) + ")") if begins else None
+
+    def __call__(self, text: str) -> str:
+        # Again while it helps: a token may hold a blank that was just put in.
+        while (broken := self._broken(text)) != text:
+            text = broken
+        return text
+
+    def _broken(self, text: str) -> str:
+        if self._begin is None:
+            return text
+        cuts = [
+            start + 1
+            for start in (match.start() for match in self._begin.finditer(text))
+            if any(text[start : start + length] in self._tokens for length in self._lengths)
+        ]
+        return " ".join(text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
+
+
+_PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
+"""Texts that a template could write otherwise than as they are: trimmed, escaped, or as JSON. @ stands for a text of
+its own."""
+
+
+class LookedIntoError(Exception):
+    """A template compared, measured, searched or changed a text."""
+
+
+def _refuse(*args: object, **options: object) -> NoReturn:
+    raise LookedIntoError
+
+
+class Sealed(str):
+    """A text that may be written, and not looked into: all its methods raise LookedIntoError."""
+
+    __slots__ = ()
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __len__ = __iter__ = __contains__ = __getitem__ = __mod__ = _refuse
+    __hash__ = str.__hash__
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name) if name.startswith("__") else _refuse()
+
+
+def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...] | None:
+    """The texts before, between and after `number` texts, as `write` writes them.
+
+    Returns:
+        `number + 1` texts; None where it looks into the texts, or does not write them as they are.
+    """
+    marks = [f"text-number-{i}-" for i in range(number)]
+    try:
+        around = tuple(re.split("|".join(marks), write(marks))) if marks else ()
+        write([Sealed(mark) for mark in marks])
+        for probe in _PROBES:
+            texts = [probe.replace("@", mark) for mark in marks]
+            if write(texts) != join(around, texts):
+                return None
+    except Exception:  # boundary: a template is a program; it may refuse one of these texts, and not those to come
+        return None
+    return around if len(around) == number + 1 else None
+
+
+def join(around: Sequence[str], texts: Sequence[str]) -> str:
+    """The texts within their frame."""
+    return "".join([*around[:1], *map(add, texts, around[1:])])

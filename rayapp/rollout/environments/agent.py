@@ -1,0 +1,353 @@
+"""Players of environments' rows, and the rewards that the environments give. One player for a source's rows.
+
+    trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
+    verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
+
+An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `TaskGroups`.
+
+A trajectory meets an environment as a scene: it is reset once, tools change it, and it gives the reward at the end.
+
+Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from rayapp.config.config import Config, with_values
+from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
+from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.build import open_loop
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.text import readable
+from rayapp.rollout.environments.openenv import OpenEnvStage
+from rayapp.rollout.environments.trl import TrlStage
+from rayapp.rollout.external_agent import ExternalAgent
+from rayapp.rollout.external_program import AgentCall
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.group import Play
+from rayapp.rollout.recorder import AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.tasks.environments.files import (
+    AnyEnvironment,
+    Columns,
+    EnvironmentTask,
+    Message,
+    OpenEnvEnvironment,
+    TrlEnvironment,
+    VerifiersEnvironment,
+)
+from rayapp.tasks.environments.verifiers import VerifiersProcess
+from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
+
+
+class Scene(Protocol):
+    """One trajectory's environment. What the policy did wrong is a ToolFailedError.
+
+    Raises, from any method:
+        ToolUnavailableError: it is lost.
+    """
+
+    async def reset(self, columns: Columns) -> str:
+        """Return the environment's first message, appended to the prompt; may be empty."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
+
+    async def reward(self, task: EnvironmentTask, episode: Episode) -> float: ...
+
+
+class Stage(Protocol):
+    """Gives scenes."""
+
+    async def open(self) -> Sequence[ToolSchema]:
+        """The tools that the policy has, the same for all trajectories.
+
+        Raises:
+            ConfigError: it can't be used.
+        """
+        ...
+
+    def scene(self) -> AbstractAsyncContextManager[Scene]:
+        """Raises ToolUnavailableError: none can be had."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTurn:
+    """Reads a turn as one call of a tool, whose one argument it is. See `ToolCallParser`."""
+
+    tool: str
+    argument: str
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        return (RawCall(name=self.tool, arguments=json.dumps({self.argument: text.strip()})),)
+
+    def words(self, text: str) -> str:
+        return ""
+
+
+class SceneTool(ToolBase):
+    """One of them. Its state is the trajectory's scene.
+
+    Args:
+        timeout_s: of the loop; the scene itself gives up before.
+    """
+
+    ends_episode = True  # what it does in the last turn counts, too
+
+    def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
+        super().__init__({}, schema, ToolContext(environ={}))
+        self.timeout_s = timeout_s
+
+    async def create(self, kwargs: Mapping[str, Any]) -> Any:
+        return kwargs["scene"]
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        scene: Scene = state
+        return await scene.call(self.schema.name, arguments)
+
+
+log = logging.getLogger(__name__)
+VERDICT = "environment"
+"""Name of the environment's verdict, among those of an episode's tools."""
+OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
+"""From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
+
+
+class Player(Protocol):
+    """Plays the rows of one environment."""
+
+    def prompt(self, task: EnvironmentTask) -> Prompt: ...
+
+    def play(self, task: EnvironmentTask) -> Play: ...
+
+    async def close(self) -> None: ...
+
+
+class ScenePlayer:
+    """With the agent loop."""
+
+    def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
+        self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
+        self._tools = [
+            schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), SceneTool)
+        ]
+
+    def prompt(self, task: EnvironmentTask) -> Prompt:
+        """It has no token ids: what the environment says first is part of what the policy reads."""
+        text = self._loop.chat.render(task.messages)
+        return Prompt(task=task.name, text=text, token_ids=np.empty(0, np.int32), messages=task.messages)
+
+    def play(self, task: EnvironmentTask) -> Play:
+        return partial(self._run, task)
+
+    async def _run(
+        self, task: EnvironmentTask, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    ) -> Episode:
+        episode = Transcript(self._loop.chat.prompt_ids(task.messages)).failed(RolloutStatus.ERROR_TOOL, "")
+        try:
+            async with self._stage.scene() as scene:
+                observation = await scene.reset(task.columns)
+                prompt = AgentPrompt(
+                    token_ids=self._prompt_ids(task, observation),
+                    tools_kwargs={name: {"create_kwargs": {"scene": scene}} for name in self._tools},
+                    first_turn=1,  # turn 0 took the trajectory's seat in its cohort
+                )
+                episode = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
+                if episode.status.is_error:
+                    return episode
+                verdict = await scene.reward(task, episode)
+        except ToolUnavailableError as error:
+            return _failed(episode, RolloutStatus.ERROR_TOOL, error)
+        except InputError as error:
+            return _failed(episode, RolloutStatus.ERROR_TASK, error)
+        return replace(episode, tool_rewards={**episode.tool_rewards, VERDICT: verdict})
+
+    def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
+        # What an environment says is no more to be trusted than a tool's result.
+        told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
+        ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
+        if len(ids) > self._max_prompt_tokens:
+            raise InputError(
+                f"row {task.index}: the prompt and what the environment says first have {len(ids)} tokens, "
+                f"rollout.max_prompt_tokens is {self._max_prompt_tokens}"
+            )
+        return tuple(ids)
+
+    async def close(self) -> None:
+        await self._loop.tools.close()
+
+
+class VerifiersPlayer:
+    """Through the gateway."""
+
+    def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
+        self._process, self._agent = VerifiersProcess(environment), agent
+
+    def prompt(self, task: EnvironmentTask) -> Prompt:
+        return self._agent.prompt(task.name, task.messages)
+
+    def play(self, task: EnvironmentTask) -> Play:
+        return partial(self._run, task)
+
+    async def _run(self, task: EnvironmentTask, **asked: Any) -> Episode:
+        found: dict[str, float] = {}
+
+        async def entry(call: AgentCall) -> None:
+            found.update(
+                await self._process.play(task.index, url=call.openai_base_url, key=call.api_key, model=call.model)
+            )
+
+        episode = await self._agent.playing(task.name, task.messages, entry=entry)(**asked)
+        verdict = found.pop("reward", None)
+        return episode if verdict is None else replace(episode, tool_rewards={**found, VERDICT: verdict})
+
+    async def close(self) -> None:
+        await self._process.close()
+        await self._agent.close()
+
+
+class EnvironmentAgents:
+    """See the module. `close` it.
+
+    Args:
+        config: of the source.
+        make_loop: see `OpenLoop`.
+        make_agent: from the seconds of a trajectory to the gateway of an environment that plays against one.
+    """
+
+    def __init__(
+        self, config: Config, make_loop: OpenLoop, make_agent: Callable[[float], Awaitable[ExternalAgent]]
+    ) -> None:
+        self._config, self._make_loop, self._make_agent = config, make_loop, make_agent
+        self._players: dict[int, Player] = {}
+        self._kept: list[AnyEnvironment] = []
+
+    @classmethod
+    def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
+        """With the run's settings and tool file."""
+
+        async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
+            return await open_loop(config, sandboxes, made=tools, reader=reader)
+
+        async def make_agent(timeout_s: float) -> ExternalAgent:
+            section = config.agent.external.model_copy(update={"timeout_s": timeout_s})
+            own = with_values(config, agent={"external": section})
+            return await ExternalAgent(own, await asyncio.to_thread(Formats.of, own), None).started()
+
+        return cls(config, make_loop, make_agent)
+
+    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
+        """The rows, each with what is asked.
+
+        Raises:
+            UserError: an environment can't be used.
+        """
+        found = list[tuple[Task, Prompt]]()
+        for task in tasks:
+            assert isinstance(task, EnvironmentTask)
+            found.append((task, (await self._player(task.environment)).prompt(task)))
+        return found
+
+    def play(self, task: Task, prompt: Prompt) -> Play:
+        """Return the function that plays one of the rows of `prompted`."""
+        assert isinstance(task, EnvironmentTask)
+        return self._players[id(task.environment)].play(task)
+
+    async def close(self) -> None:
+        """End all environments."""
+        await asyncio.gather(*(player.close() for player in self._players.values()))
+
+    async def _player(self, environment: AnyEnvironment) -> Player:
+        if id(environment) not in self._players:
+            self._players[id(environment)] = await self._opened(environment)
+            self._kept.append(environment)
+        return self._players[id(environment)]
+
+    async def _opened(self, environment: AnyEnvironment) -> Player:
+        if isinstance(environment, VerifiersEnvironment):
+            return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
+        stage = await asyncio.to_thread(stage_of, environment)
+        # Its calls wait for each other, and its own deadlines come first.
+        timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
+        tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
+        field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
+        if field and self._config.agent.tool_file:
+            raise ConfigError(
+                f"task {environment.name}: with text_field every turn is an action: it can't call the tools of "
+                f"agent.tool_file {self._config.agent.tool_file}. Leave one of them out"
+            )
+        reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
+        loop = await self._make_loop(tools, reader)
+        return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
+
+
+async def environment_reward(episode: Episode) -> Reward:
+    """Return the environment's own reward; an invalid one if it gave none."""
+    value = episode.tool_rewards.get(VERDICT)
+    if value is None:
+        return Reward.invalid("no_verdict", f"the environment gave none: {episode.end}")
+    return Reward(value=value, terms={"solved": float(value >= 1.0)})
+
+
+def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
+    """Raises ConfigError: its class can't be found."""
+    return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
+
+
+def plays_environments(tasks: Sequence[Task]) -> bool:
+    """Whether these tasks are rows of environments.
+
+    Raises:
+        InputError: some are, and some are not.
+    """
+    names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
+    if len(names) > 1:
+        raise InputError(
+            f"{names[True]} is an environment and {names[False]} is none: they are played in different ways. Give each "
+            "a source of its own (docs/tasks.md#mix-sources)"
+        )
+    return True in names
+
+
+def check_environments(tasks: Sequence[Task]) -> None:
+    """Check that each environment answers, before anything starts. Verifiers' rows were listed by it: it does.
+
+    Raises:
+        UserError: one does not.
+    """
+    found = {id(task.environment): task.environment for task in tasks if isinstance(task, EnvironmentTask)}
+
+    async def check() -> None:
+        for environment in found.values():
+            if isinstance(environment, VerifiersEnvironment):
+                continue
+            stage = stage_of(environment)
+            await stage.open()
+            if isinstance(stage, OpenEnvStage) and await stage.holds_one_session():
+                log.warning(
+                    "task %s: the OpenEnv server %s holds one session at once: trajectories wait for each other "
+                    "(raise max_concurrent_envs in its create_app)", environment.name, stage.environment.url,
+                )  # fmt: skip
+
+    asyncio.run(check())
+
+
+def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
+    """As in TRL, what the environment says first is put behind the last message."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}{observation}"}]
+
+
+def _failed(episode: Episode, status: RolloutStatus, error: Exception) -> Episode:
+    return replace(episode, end=EpisodeEnd.FAILED, status=status, failure=f"{type(error).__name__}: {error}"[:500])

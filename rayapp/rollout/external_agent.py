@@ -1,0 +1,288 @@
+"""External agents: a program or an async function of the user's plays each trajectory, through the gateway.
+
+    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Episode, its answer
+
+One for each source of a rollout worker that is played so. The verdict is the task's or the data row's, as for any
+agent. A limit (tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status.
+A program that fails by itself is a failed rollout, unless `on_failure` is score, as is one that never asks the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rayapp.config.config import Config
+from rayapp.core.aio import guarded
+from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
+from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.types import Prompt, RequestId, SamplingParams, SandboxSpec
+from rayapp.rollout import external_program
+from rayapp.rollout.agent.text import readable
+from rayapp.rollout.agents import agent_start
+from rayapp.rollout.external_program import MODEL, AgentCall, Playing, Tail, environment, remove_folder, run_program
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.group import Play
+from rayapp.rollout.recorder import Episode
+from rayapp.tasks.custom_rewards import load_function
+
+MAX_ANSWER_BYTES = 1 << 20
+Entry = Callable[[AgentCall], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Start of all trajectories of a group."""
+
+    task: str
+    messages: tuple[Mapping[str, str], ...]
+    files: Mapping[str, str]
+    entry: Entry | None = None
+    """Function that plays in place of the source's program or function."""
+    spec: SandboxSpec | None = None
+    """Spec of the program's sandbox, with `agent.external.inside`."""
+
+
+class ExternalAgent:
+    """See the module; `open` one, and `close` it.
+
+    Args:
+        config: of the source.
+        formats: the model's.
+        entry: the user's function; None runs the command.
+        sandboxes: where programs run, with `agent.external.inside`.
+        files: the agent's own, by relative path.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        formats: Formats,
+        entry: Entry | None,
+        *,
+        sandboxes: SandboxSource | None = None,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which runs without such agents don't need
+
+        self._settings = config.agent.external
+        self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        self._formats = formats
+        self._entry = entry
+        self._sandboxes, self._files = sandboxes, files
+        self._gateway = Gateway(formats)
+
+    @classmethod
+    async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
+        """With the run's model and the section `agent`.
+
+        Raises:
+            ConfigError: the program, the function or one of its files is not there.
+        """
+        entry = check_agent(config)
+        formats = await asyncio.to_thread(Formats.of, config)
+        return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
+
+    async def started(self) -> ExternalAgent:
+        """Itself, listening."""
+        await self._gateway.start()
+        return self
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
+        """Return the rendered messages, only for their length: the agent writes its own prompts."""
+        return self._formats.plain.chat.prompt_ids(messages)
+
+    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
+        """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
+        return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
+
+    def play(self, task: Task, prompt: Prompt) -> Play:
+        """Return the function that plays one of the tasks of `prompted`. The task's tools are ignored."""
+        start = agent_start(task)
+        return self.playing(task.name, start.messages, start.files, spec=start.spec)
+
+    async def close(self) -> None:
+        """End all sessions. Idempotent."""
+        await self._gateway.close()
+
+    def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Return the prompt, without token ids. Raises InputError: a message is no text."""
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
+        # It has no token ids: what the policy reads is the agent's to write.
+        text = self._formats.plain.chat.render(messages)
+        return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
+
+    def playing(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        files: Mapping[str, str] | None = None,
+        entry: Entry | None = None,
+        spec: SandboxSpec | None = None,
+    ) -> Play:
+        """Return the function that plays a trajectory.
+
+        Args:
+            entry: who plays it; None: the source's program or function.
+            spec: the sandbox that a program inside asks for.
+        """
+        told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
+        start = _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry, spec=spec)
+        return partial(self._run, start)
+
+    async def _run(
+        self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    ) -> Episode:
+        """Play one trajectory.
+
+        Raises:
+            EngineError, DeadlineError: the engine can't generate.
+        """
+        playing = Playing(output=Tail(self._settings.max_output_chars))
+        with self._session(engine, sampling, request_id) as session:
+            call = AgentCall(
+                task=start.task,
+                messages=start.messages,
+                files={**self._files, **start.files},
+                folder=Path(),
+                url=f"/{session.id}",
+                api_key=session.key,
+            )
+            if self._settings.inside and start.entry is None:
+                await self._played(self._act_inside(call, start.spec, session, playing), None, session, playing)
+            else:
+                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), start.entry, session, playing)
+        failure = playing.failure or ("" if self._settings.on_failure == "score" else playing.fault)
+        if not session.tree.turns and not failure:
+            failure = playing.fault or "the agent ended without a turn of the policy"
+        output = readable(playing.output.text)
+        return session.episode(failure=failure, answer=playing.answer, ran_out=playing.ran_out, output=output)
+
+    def _session(
+        self, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    ) -> AbstractContextManager[Session]:
+        return self._gateway.session(
+            engine=engine,
+            sampling=sampling,
+            limits=self._limits,
+            request_id=request_id,
+            only_model=MODEL if self._settings.only_named_model else "",
+        )
+
+    async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:
+        call = replace(call, folder=Path(tempfile.mkdtemp(prefix="rayapp-agent-")))
+        try:
+            await self._played(self._act(call, entry, playing), self._settings.timeout_s, session, playing)
+            if playing.answer is None and self._settings.answer_file:
+                playing.answer = await asyncio.to_thread(_answer_in, call.folder / self._settings.answer_file)
+        finally:
+            await asyncio.shield(asyncio.to_thread(remove_folder, call.folder))
+
+    async def _played(
+        self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
+    ) -> None:
+        """The agent until it ends, until its time is up, or until the engine fails."""
+        acting = asyncio.create_task(act)
+        try:
+            await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            playing.ran_out |= not acting.done() and not session.trouble.done()
+        finally:
+            session.end()
+            acting.cancel()
+            await asyncio.gather(acting, return_exceptions=True)
+        error = session.trouble.exception() if session.trouble.done() else None
+        if isinstance(error, RayappError):
+            raise error
+        if error is not None:
+            playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
+        if not acting.cancelled():
+            acting.result()  # what ends the run, such as a machine without the isolation that was asked for
+
+    async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
+        assert self._sandboxes is not None, "agent.external.inside without sandboxes"
+        try:
+            await external_program.play(
+                call, self._settings, playing,
+                sandboxes=self._sandboxes, spec=spec, admit=partial(self._gateway.admitting, session),
+            )  # fmt: skip
+        except SandboxConfigError:
+            raise
+        except (SandboxError, OSError) as error:
+            playing.failure = f"the agent's sandbox failed: {type(error).__name__}: {error}"[:500]
+
+    async def _act(self, call: AgentCall, entry: Entry | None, playing: Playing) -> None:
+        try:
+            await asyncio.to_thread(call.write)
+            if entry is not None:
+                playing.answer = _as_answer(await guarded(lambda: entry(call)))
+                return
+            code = await run_program(
+                [call.filled_in(argument) for argument in self._settings.command],
+                folder=call.folder,
+                env=environment(call.folder, call.environment | dict(self._settings.env)),
+                output=playing.output,
+            )
+        except Exception as error:  # boundary: the user's agent
+            playing.fault = f"the agent failed: {type(error).__name__}: {error}"[:500]
+            playing.output.add(f"{playing.fault}\n".encode("utf-8", "replace"))
+            return
+        if code != 0:
+            playing.fault = f"the agent's program ended with {code}: {playing.output.last_line}"
+
+
+def check_agent(config: Config) -> Entry | None:
+    """The function of `agent.external.entry`; None where a command plays.
+
+    Raises:
+        ConfigError: the function or the program can't be found.
+    """
+    settings = config.agent.external
+    if settings.entry:
+        return load_function(settings.entry, what="agent.external.entry", is_reward=False)
+    if not settings.inside and shutil.which(settings.command[0]) is None:
+        raise ConfigError(
+            f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "
+            "machine with rollout workers, or give its whole path."
+        )
+    return None
+
+
+def _own_files(config: Config) -> dict[str, str]:
+    files = dict[str, str]()
+    for name, path in config.agent.external.files.items():
+        try:
+            files[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"agent.external.files: {path} can't be read as text: {error}") from error
+    return files
+
+
+def _as_answer(found: Any) -> str | None:
+    if found is None or isinstance(found, str):
+        return found
+    raise TypeError(f"it returned a {type(found).__name__}: an agent returns its answer as a str, or None")
+
+
+def _answer_in(path: Path) -> str:
+    """Return the answer that the agent left; empty for none. A pipe, a link or a folder in its place is no answer."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            return file.read(MAX_ANSWER_BYTES).decode("utf-8", "replace") if is_file else ""
+    except OSError:
+        return ""

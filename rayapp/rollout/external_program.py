@@ -1,0 +1,282 @@
+"""An external agent's program: its input (`AgentCall`, docs/agents.md), and its run on the host or in a sandbox.
+
+On the host it runs as the user of the rollout worker, to its end or until the caller gives up: its output is kept, and
+every process that it started is killed. In the trajectory's own sandbox it reaches the policy and nothing else:
+
+    sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
+    this process:       the gateway accepts there, and lets into this trajectory's session alone
+
+No tunnel, no port that is open to others, no egress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rayapp.config.agent import ExternalSection
+from rayapp.core.errors import SandboxError
+from rayapp.core.programs import AFTER_DEATH_S, end, kept, passed_on
+from rayapp.core.protocols import Sandbox, SandboxSource
+from rayapp.core.types import ExecResult, SandboxSpec, StopCause
+from rayapp.sandbox.local.levels import level
+from rayapp.sandbox.loopback import Accept, loopback_of
+
+MODEL = "policy"
+"""The policy's name as a model, in RAYAPP_MODEL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """One task, and the policy behind the APIs that agents speak."""
+
+    task: str
+    """Name of the task, or the data row's source."""
+    messages: tuple[Mapping[str, str], ...]
+    """Messages of the task: role and content each."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the task's files in `folder`, by relative path."""
+    folder: Path
+    """Folder of this agent alone, with only the files. It is removed when the trajectory ends."""
+    url: str
+    """Base URL of the session."""
+    api_key: str
+    """Opens this session alone, as long as the trajectory goes on."""
+    model: str = MODEL
+    """Other names are served, too, but see `agent.external.only_named_model`."""
+
+    @property
+    def prompt(self) -> str:
+        """Contents of all messages, as one text."""
+        return "\n\n".join(message["content"] for message in self.messages)
+
+    @property
+    def openai_base_url(self) -> str:
+        """For `openai.AsyncOpenAI(base_url=…)`."""
+        return f"{self.url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For `anthropic.AsyncAnthropic(base_url=…)`."""
+        return self.url
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that name the policy and the task."""
+        return {
+            "OPENAI_BASE_URL": self.openai_base_url,
+            "OPENAI_API_BASE": self.openai_base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "RAYAPP_MODEL": self.model,
+            "RAYAPP_TASK_FILE": str(self.task_file),
+        }
+
+    @property
+    def task_file(self) -> Path:
+        """JSON: task, messages and prompt."""
+        return self.folder / ".rayapp" / "task.json"
+
+    @property
+    def content(self) -> dict[str, str]:
+        """Texts of the folder when the agent begins: the files and the task, by relative path."""
+        told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
+        return {**self.files, str(self.task_file.relative_to(self.folder)): json.dumps(told, ensure_ascii=False)}
+
+    def write(self) -> None:
+        """Fill the folder.
+
+        Raises:
+            ValueError: a file's path leads out of it.
+        """
+        for name, text in self.content.items():
+            path = (self.folder / name).resolve()
+            if not path.is_relative_to(self.folder.resolve()):
+                raise ValueError(f"task {self.task}: the file {name!r} leads out of the agent's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    def filled_in(self, argument: str) -> str:
+        """An argument of a command, with {prompt}, {model}, {url}, {task_file} and {folder}."""
+        values = {
+            "{prompt}": self.prompt,
+            "{model}": self.model,
+            "{url}": self.url,
+            "{task_file}": str(self.task_file),
+            "{folder}": str(self.folder),
+        }
+        # Each once, so that a prompt that holds `{url}` stays as it is.
+        head, name, rest = min((argument.partition(name) for name in values), key=lambda parts: len(parts[0]))
+        return f"{head}{values[name]}{self.filled_in(rest)}" if name else argument
+
+
+log = logging.getLogger(__name__)
+
+
+class Tail:
+    """The end of what a program writes.
+
+    Args:
+        max_chars: characters that are kept.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._bytes = bytearray()
+        self._num_left_out = 0
+
+    def add(self, data: bytes) -> None:
+        self._bytes += data
+        # Four bytes a character at most.
+        excess = len(self._bytes) - 4 * self._max_chars
+        if excess > 0:
+            del self._bytes[:excess]
+            self._num_left_out += excess
+
+    @property
+    def text(self) -> str:
+        whole = self._bytes.decode("utf-8", "replace").replace("\0", "\ufffd")
+        is_whole = not self._num_left_out and len(whole) <= self._max_chars
+        return whole if is_whole else "(truncated)..." + whole[-self._max_chars :]
+
+    @property
+    def last_line(self) -> str:
+        lines = self.text.strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    """One trajectory's agent under way."""
+
+    output: Tail
+    answer: str | None = None
+    fault: str = ""
+    """Why the agent's own code failed: an exception, or an exit status."""
+    failure: str = ""
+    """Why its sandbox or the gateway failed."""
+    ran_out: bool = False
+    """Its time is up."""
+
+
+def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
+    """All that a program sees: a home of its own, and what it is given."""
+    here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
+    return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
+
+
+async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
+    """Its exit status; negative is the signal that ended it. Whatever happens, nothing that it started outlives this,
+    nor this process.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *kept(command),
+        cwd=folder,
+        env=dict(env),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reading = asyncio.create_task(_read(process.stdout, output))
+    try:
+        return await process.wait()
+    finally:
+        await asyncio.shield(_gone(process, reading))
+
+
+async def _gone(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    await end(process)
+    await asyncio.wait({reading}, timeout=AFTER_DEATH_S)
+    reading.cancel()
+
+
+async def _read(stream: asyncio.StreamReader, output: Tail) -> None:
+    while data := await stream.read(1 << 16):
+        output.add(data)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that a program filled, however deep it is. What can't be removed is logged, never raised."""
+    if (problem := level.remove_folder(str(folder))) is not None:
+        log.warning("%s can't be removed: %s", folder, problem)
+
+
+LEASE_TIMEOUT_S = 300.0
+_SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
+"""Spec for a trajectory whose task asks for none."""
+_MOST_OUTPUT_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 20
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
+_IN_FOLDER = ("sh", "-c", 'cd "$0" && exec env "$@"')
+Admit = Callable[[Accept], AbstractAsyncContextManager[None]]
+
+
+async def play(
+    call: AgentCall,
+    settings: ExternalSection,
+    playing: Playing,
+    *,
+    sandboxes: SandboxSource,
+    spec: SandboxSpec | None,
+    admit: Admit,
+) -> None:
+    """Run the program to its end, and read its answer.
+
+    Args:
+        spec: what the task asks for.
+        admit: lets whoever connects into the trajectory's session, for the length of a block.
+    Raises:
+        SandboxError: the sandbox failed, or there is none.
+    """
+    spec = replace(spec or _SPEC, loopback=True)
+    async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        async with loopback_of(sandbox) as loopback, admit(loopback.accept):
+            call = replace(call, folder=loopback.folder, url=f"http://127.0.0.1:{loopback.port}{call.url}")
+            done = await _run(sandbox, call, settings)
+        playing.output.add(f"{done.stdout}{done.stderr}".encode())
+        playing.ran_out = done.stopped_for is StopCause.TIMEOUT
+        if not done.ok and not playing.ran_out:
+            why = done.stopped_for or done.exit_code
+            playing.fault = f"the agent's program ended with {why}: {playing.output.last_line}"
+        if settings.answer_file:
+            playing.answer = await _answer(sandbox, str(call.folder / settings.answer_file), may_be_gone=not done.ok)
+
+
+async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> ExecResult:
+    for name, text in call.content.items():
+        await sandbox.write_file(str(call.folder / name), text.encode())
+    here = {"HOME": str(call.folder), "TMPDIR": str(call.folder)}
+    environment = _ENVIRONMENT | here | call.environment | dict(settings.env)
+    assignments = [f"{name}={value}" for name, value in environment.items()]
+    return await sandbox.run_command(
+        # Not in the sandbox's spec: it would be another one for each trajectory, and none could be made ahead.
+        [*_IN_FOLDER, str(call.folder), *assignments, *(call.filled_in(argument) for argument in settings.command)],
+        timeout_s=settings.timeout_s,
+        max_output_bytes=_MOST_OUTPUT_BYTES,
+    )
+
+
+async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
+    """Return the answer; empty if the agent left none, or took its sandbox with it."""
+    try:
+        return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
+    except (OSError, SandboxError) as error:
+        if isinstance(error, SandboxError) and not may_be_gone:
+            raise
+        return ""

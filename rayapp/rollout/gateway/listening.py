@@ -1,0 +1,187 @@
+"""Serve an application over HTTP to hostile callers: limited connections, and silent ones are closed.
+
+Used by the gateway, for its own port and for the loopbacks of sandboxes, and by `rayapp serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from aiohttp import web
+
+from rayapp.core.errors import ConfigError
+from rayapp.sandbox.loopback import Accept
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_S = 30.0
+"""A connection without a request may last so long: until its first request's headers are there, and between two."""
+_BACKLOG = 1024
+"""Connections that the kernel holds. Agents of a whole worker connect at once."""
+_WAIT_S = 0.05
+_QUIET_S = 60.0
+"""Between two lines of the log about connections that could not be accepted."""
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that hold an address, and do not listen yet.
+
+    Args:
+        port: 0 takes a free one.
+    Raises:
+        ConfigError: the address can't be had.
+    """
+    sockets = list[socket.socket]()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((each[0], each[4]) for each in found):
+            sockets.append(_bound(family, address))
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise _taken((host, port), error) from error
+    return sockets
+
+
+def _taken(address: tuple[object, ...], error: OSError) -> ConfigError:
+    return ConfigError(f"can't listen on {address[0]}:{address[1]}: {error.strerror}. Choose another address or port")
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class Listening:
+    """An application that is served. `start` it or let it `accept_from` elsewhere, and `close` it.
+
+    Args:
+        max_connections: at once; 0: half of the descriptors of this process, at most 1024. Where one more comes, the
+            one that has been without a request for longest is closed.
+    """
+
+    def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
+        self._busy = dict[object, int]()
+        """Requests that are answered, by connection."""
+        self._idle = dict[web.RequestHandler, float]()
+        """Connections without a request, by the time since when; those that have been so for longest first."""
+        app.middlewares.append(self._note_busy)
+        # An agent that hangs up gives its turn up.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._max_connections = max_connections or _default_connections()
+        self._tasks = list[asyncio.Task[None]]()
+        self._sockets = list[socket.socket]()
+        self.url = ""
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen on sockets that are `bound`.
+
+        Raises:
+            ConfigError: another process has come to listen there meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        self._sockets += sockets
+        for listener in sockets:
+            try:
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                raise _taken(listener.getsockname(), error) from error
+            await self.accept_from(partial(_accepted, loop, listener), f"accept {listener.getsockname()}")
+        host, port = sockets[0].getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def accept_from(self, accept: Accept, name: str) -> None:
+        """Serve the connections that a function returns, in a task of this name."""
+        if self._runner.server is None:
+            await self._runner.setup()
+            self._tasks.append(asyncio.create_task(self._close_silent(), name="close silent connections"))
+        self._tasks.append(asyncio.create_task(self._accept(accept), name=name))
+
+    async def close(self) -> None:
+        """Listen no more, and end all requests. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._sockets:
+            listener.close()
+        await self._runner.cleanup()
+
+    async def _accept(self, accept: Accept) -> None:
+        server, loop = self._runner.server, asyncio.get_running_loop()
+        assert server is not None
+        while True:
+            connection = await accept()
+            while len(server.connections) >= self._max_connections:
+                self._look(server)
+                if self._idle:
+                    self._close_longest()
+                await asyncio.sleep(0 if self._idle else _WAIT_S)
+            try:
+                await loop.connect_accepted_socket(server, connection)
+            except OSError:  # it has gone again
+                connection.close()
+
+    @web.middleware
+    async def _note_busy(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self._busy[request.protocol] = self._busy.get(request.protocol, 0) + 1
+        try:
+            return await handler(request)
+        finally:
+            self._busy[request.protocol] -= 1
+            if not self._busy[request.protocol]:
+                del self._busy[request.protocol]
+
+    async def _close_silent(self) -> None:
+        server, loop = self._runner.server, asyncio.get_running_loop()
+        assert server is not None
+        while True:
+            await asyncio.sleep(IDLE_TIMEOUT_S / 4)
+            self._look(server)
+            while self._idle and next(iter(self._idle.values())) < loop.time() - IDLE_TIMEOUT_S:
+                self._close_longest()
+
+    def _look(self, server: web.Server) -> None:
+        """Bring the list of connections without a request up to date."""
+        now_s = asyncio.get_running_loop().time()
+        idle = [each for each in server.connections if each not in self._busy]
+        since = {each: self._idle.get(each, now_s) for each in idle}
+        self._idle = dict(sorted(since.items(), key=lambda item: item[1]))
+
+    def _close_longest(self) -> None:
+        connection = next(iter(self._idle))
+        del self._idle[connection]
+        connection.force_close()
+
+
+def _default_connections() -> int:
+    """Half of the descriptors that this process may have: the rest is for all else."""
+    return max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+
+
+async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
+    """Return the next connection. No descriptor left is said once in a while, not for each try."""
+    said_at_s = -_QUIET_S
+    while True:
+        try:
+            return (await loop.sock_accept(listener))[0]
+        except OSError as error:
+            if loop.time() > said_at_s + _QUIET_S:
+                said_at_s = loop.time()
+                log.warning("connections can't be accepted: %s", error.strerror)
+            await asyncio.sleep(1.0)

@@ -1,0 +1,375 @@
+"""Records of episodes: token ids, mask and log-probs side by side, and the text of each turn.
+
+`AgentPrompt` is the start of an episode, `Episode` its record. `Transcript` grows one conversation, for the agent loop
+and for tasks of one turn. `TokenTree` records a session of the gateway: each token once, as a tree.
+
+    add_turn(after=-1, [1, 2], sampled [3])    1 2 3
+    add_turn(after=2, [4], sampled [5])        1 2 3 4 5              goes on
+    add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          tried again: 6 was read after 1 2
+
+Tokens lie in the order of the turns, and `forks` says where one does not go on from the one before it, so the whole is
+a `Trajectory` of the usual kind. What a turn reads is there once, also where an agent sends it again from the start; a
+sampled turn is always new, also where it equals another.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.trajectories import path_to
+from rayapp.core.types import (
+    BoolArray,
+    CallRecord,
+    Completion,
+    ExpertArray,
+    FloatArray,
+    Fork,
+    Int32Array,
+    RequestId,
+    RolloutStatus,
+    SamplingParams,
+    SandboxSpec,
+    TurnRecord,
+    VersionSpan,
+)  # fmt: skip
+from rayapp.rollout.agent.text import CutSide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLimits:
+    """Limits of a trajectory's length."""
+
+    max_response_tokens: int
+    """Tokens after the prompt, over all turns, tool results included."""
+    max_assistant_turns: int = 5
+    """Maximum turns of the policy. Calls in its last turn run only if one of them hands in the answer: the policy would
+    not read their results."""
+    max_calls_per_turn: int = 8
+    """Calls of one turn that are run; the others get an error as their result."""
+    max_tool_output_chars: int = 1024
+    """A longer tool result is cut."""
+    cut_side: CutSide = "middle"
+    """Which part of it stays: left (the beginning), right (the end), or middle (both ends)."""
+
+
+class EpisodeEnd(StrEnum):
+    """Why an episode ended."""
+
+    ANSWERED = "answered"
+    """The policy ended a turn without calling a tool, or handed in its answer with one."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    FAILED = "failed"
+    """For reasons that are not the policy's; see `Episode.failure`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished episode.
+
+    Example: prompt [5, 9], turn [7, 2], tool result [4, 4], turn [8, 2] -> token_ids [5, 9, 7, 2, 4, 4, 8, 2],
+    response_mask [F, F, T, T, F, F, T, T].
+    """
+
+    token_ids: Int32Array
+    """(T,) prompt, turns and tool results as the policy read and wrote them."""
+    response_mask: BoolArray
+    """(T,) True exactly where the policy sampled the token."""
+    rollout_log_probs: FloatArray
+    """(T,) the engine's where `response_mask`, 0 elsewhere."""
+    num_prompt_tokens: int
+    turns: tuple[TurnRecord, ...]
+    end: EpisodeEnd
+    status: RolloutStatus
+    failure: str = ""
+    """Why it failed: one line for a person; empty otherwise."""
+    tool_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By tool: its verdict on the whole episode, from tools that have one."""
+
+    answer: str | None = None
+    """Answer that a tool (`submit`) handed in."""
+    forks: tuple[Fork, ...] = ()
+    """As in `Trajectory`."""
+    agent_output: str = ""
+    """Output of an external agent's program, cut."""
+    routed_experts: ExpertArray | None = None
+    """As in `Trajectory`."""
+
+    @property
+    def final_text(self) -> str:
+        """The answer: what a tool named as that, else what the policy said last."""
+        if self.answer is not None:
+            return self.answer
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def calls(self) -> tuple[CallRecord, ...]:
+        return tuple(call for turn in self.turns for call in turn.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPrompt:
+    """Start of an episode."""
+
+    token_ids: tuple[int, ...]
+    """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
+    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By tool: the data row's `extra_info.tools_kwargs`, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Files of the workspace at the start, by relative path."""
+    packages: tuple[str, ...] = ()
+    """Packages preloaded in the workspace."""
+    spec: SandboxSpec | None = None
+    """Spec of the workspace's sandbox."""
+    setup: tuple[str, ...] = ()
+    """Command that runs in the workspace first."""
+    first_turn: int = 0
+    """Number of the first turn: 1 if another request has taken the trajectory's place in its cohort."""
+
+
+STATUS = {
+    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
+    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
+    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
+}
+"""Status of an episode that did not fail."""
+
+
+class Transcript:
+    """Tokens read and sampled, in order.
+
+    Args:
+        prompt_ids: what the policy reads first.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.ids = list(prompt_ids)
+        self.num_prompt_tokens = len(self.ids)
+        self.turns: list[TurnRecord] = []
+        self._sampled: list[Completion] = []
+        self._experts: list[ExpertArray] = []
+        """Experts of the tokens from the first on, as far as a forward has read them."""
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens after the prompt, tool results included."""
+        return len(self.ids) - self.num_prompt_tokens
+
+    async def sample_turn(
+        self,
+        engine: RolloutEngine,
+        request_id: RequestId,
+        sampling: SamplingParams,
+        text_of: Callable[[Completion], str],
+    ) -> Completion:
+        """Sample one turn and record it.
+
+        Args:
+            text_of: gives the turn's text for its record, tools and rewards.
+        Raises:
+            EngineError: the engine can't generate.
+        """
+        started_at_s = time.time()
+        num_routed = sum(map(len, self._experts))
+        completion = await engine.generate(request_id, self.ids, replace(sampling, num_routed=num_routed))
+        self._sampled.append(completion)
+        if completion.routed_experts is not None:
+            self._experts.append(completion.routed_experts)
+        self.ids.extend(completion.token_ids.tolist())
+        text = text_of(completion)
+        self.turns.append(TurnRecord.of(completion, end=len(self.ids), text=text, started_at_s=started_at_s))
+        return completion
+
+    def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
+        """Record the tool calls of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], calls=calls)
+
+    def add_read(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads and has not sampled."""
+        self.ids.extend(token_ids)
+
+    def finished(self, end: EpisodeEnd) -> Episode:
+        """The episode, ended by the policy or by a limit."""
+        return self._episode(end, STATUS[end], "")
+
+    def failed(self, status: RolloutStatus, failure: str) -> Episode:
+        """The episode, ended by something that is not the policy's doing; `failure` says what, to a person."""
+        return self._episode(EpisodeEnd.FAILED, status, failure)
+
+    def _episode(self, end: EpisodeEnd, status: RolloutStatus, failure: str) -> Episode:
+        mask = np.zeros(len(self.ids), np.bool_)
+        log_probs = np.zeros(len(self.ids), np.float32)
+        for turn, completion in zip(self.turns, self._sampled, strict=True):
+            mask[turn.start : turn.end] = True
+            log_probs[turn.start : turn.end] = completion.log_probs
+        experts = np.concatenate(self._experts) if self._experts else None
+        if experts is not None:  # 0 for the tokens that no forward has read
+            experts = np.pad(experts, ((0, len(self.ids) - len(experts)), (0, 0), (0, 0)))
+        return Episode(
+            token_ids=np.array(self.ids, np.int32),
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            num_prompt_tokens=self.num_prompt_tokens,
+            turns=tuple(self.turns),
+            end=end,
+            status=status,
+            failure=failure,
+            routed_experts=experts,
+        )
+
+
+_TOKEN = np.dtype([("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)])
+
+
+class TokenTree:
+    """Tokens of a session's conversations; see the module."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.forks: list[Fork] = []
+        self.turns: list[TurnRecord] = []
+        self._tokens = np.empty(1024, _TOKEN)
+        self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
+        """Experts of the tokens at these indices. Each token is in one of them: the first turn that computed it."""
+        self._starts = [0]
+        self._children: dict[int, list[int]] = defaultdict(list)
+        """By the index that they go on from: where forks start."""
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """(size,)"""
+        return self._tokens["id"][: self.size].copy()
+
+    @property
+    def response_mask(self) -> BoolArray:
+        """(size,) True exactly where a token was sampled."""
+        return self._tokens["is_sampled"][: self.size].copy()
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """(size,) the engine's where a token was sampled, 0 elsewhere."""
+        return self._tokens["log_prob"][: self.size].copy()
+
+    @property
+    def routed_experts(self) -> ExpertArray | None:
+        """(size, layers, k) as in `Trajectory`."""
+        if not self._experts:
+            return None
+        first = self._experts[0][1]
+        experts = np.zeros((self.size, *first.shape[1:]), first.dtype)
+        for indices, chosen in self._experts:
+            experts[indices] = chosen
+        return experts
+
+    def num_routed(self, last: int) -> int:
+        """Tokens up to the one at `last` whose experts are known: the first so many."""
+        return int(self._tokens["is_routed"][path_to(last, self.forks)].sum())
+
+    def context(self, last: int) -> list[int]:
+        """The tokens up to the one at `last`, as an engine reads them; none for -1."""
+        ids: list[int] = self._tokens["id"][path_to(last, self.forks)].tolist()
+        return ids
+
+    def sampled_ids(self, turn: int) -> list[int]:
+        """The tokens of a turn, by its number."""
+        ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
+        return ids
+
+    def num_new(self, after: int, ids: Sequence[int]) -> int:
+        """Return the number of tokens, read after the one at `after`, that the tree doesn't hold yet."""
+        return len(ids) - self._known(after, np.asarray(ids, np.int32))[1]
+
+    def add_turn(
+        self, after: int, read_ids: Sequence[int], completion: Completion, *, text: str, started_at_s: float
+    ) -> tuple[int, int]:
+        """Record the tokens read after the token at `after` (-1: a new conversation), and the turn sampled then.
+
+        Returns:
+            Indices of the last token that was read and of the last that was sampled.
+        """
+        ids = np.asarray(read_ids, np.int32)
+        after, num_known = self._known(after, ids)
+        prompt_end = self._append(after, ids[num_known:], sampled=False)
+        last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
+        self._note_experts(path_to(last, self.forks), completion)
+        self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
+        return prompt_end, last
+
+    def _note_experts(self, path: NDArray[np.int64], completion: Completion) -> None:
+        if completion.routed_experts is None:
+            return
+        # All up to the last token but one; turns that were sampled meanwhile may know some of these, too.
+        indices = path[path.size - 1 - len(completion.routed_experts) : -1]
+        is_new = ~self._tokens["is_routed"][indices]
+        self._experts.append((indices[is_new], completion.routed_experts[is_new]))
+        self._tokens["is_routed"][indices] = True
+
+    def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
+        """Return the index of the last token that the tree holds already, and the number of such tokens."""
+        num_known = 0
+        while num_known < ids.size:
+            found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]
+            number, start = max(found, default=(0, 0))
+            if number == 0:
+                break
+            after, num_known = start + number - 1, num_known + number
+        return after, num_known
+
+    def _next(self, after: int) -> list[int]:
+        """Return the starts of the runs that go on from the token at `after`."""
+        is_inside = after + 1 < self.size and self._starts[bisect_right(self._starts, after + 1) - 1] != after + 1
+        is_first = after == -1 and self.size > 0
+        return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
+
+    def _num_equal(self, start: int, ids: Int32Array) -> int:
+        run = bisect_right(self._starts, start)
+        end = self._starts[run] if run < len(self._starts) else self.size
+        size = min(end - start, ids.size)
+        differ = np.flatnonzero(self._tokens["id"][start : start + size] != ids[:size])
+        return int(differ[0]) if differ.size else size
+
+    def _append(self, after: int, ids: Int32Array, log_probs: FloatArray | float = 0.0, *, sampled: bool) -> int:
+        if not ids.size:
+            return after
+        start, self.size = self.size, self.size + int(ids.size)
+        if after != start - 1:
+            self.forks.append(Fork(start=start, after=after))
+            self._starts.append(start)
+            self._children[after].append(start)
+        if self.size > self._tokens.size:
+            larger = np.empty(max(self.size, 2 * self._tokens.size), _TOKEN)
+            larger[:start] = self._tokens[:start]
+            self._tokens = larger
+        added = self._tokens[start : self.size]
+        added["id"], added["log_prob"], added["is_sampled"], added["is_routed"] = ids, log_probs, sampled, False
+        return self.size - 1
+
+
+def cut_completion(completion: Completion, num_tokens: int) -> Completion:
+    """The completion as it had been sampled with `max_tokens` of that number; its text is the caller's to cut."""
+    if completion.token_ids.size <= num_tokens:
+        return completion
+    spans, left = list[VersionSpan](), num_tokens
+    for span in completion.version_spans:
+        if left > 0:
+            spans.append(replace(span, num_tokens=min(span.num_tokens, left)))
+        left -= span.num_tokens
+    experts, num_cut = completion.routed_experts, completion.token_ids.size - num_tokens
+    return replace(
+        completion,
+        routed_experts=None if experts is None else experts[: len(experts) - num_cut],
+        token_ids=completion.token_ids[:num_tokens],
+        log_probs=completion.log_probs[:num_tokens],
+        finish_reason="length",
+        version_spans=tuple(spans),
+    )

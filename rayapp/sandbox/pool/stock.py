@@ -1,0 +1,385 @@
+"""Makes one provider's remote sandboxes for the pool, keeps them alive, and ends every one.
+
+    create -> READY -> LEASED -> (CHECKING -> READY) -> ENDING -> gone
+                 sweep: end living sandboxes that are not known here
+
+Every call has a deadline of this module, whatever the provider promises. A sandbox whose creation is answered too late
+is adopted or killed. Nothing raises into the pool: failures are counted by kind and change `Supply`'s limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxProtocolError,
+    SandboxQuotaError,
+    SandboxRateLimitError,
+)
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
+from rayapp.sandbox.pool.cleanliness import fingerprint
+from rayapp.sandbox.pool.supply import StockItem, StockState, Supply
+
+log = logging.getLogger(__name__)
+GRACE_S = 5.0
+_KILL_ATTEMPTS = 3
+_CLOSE_ROUNDS = 3
+_MAX_CALLS_AT_ONCE = 32
+_CHECK_TIMEOUT_S = 15.0
+_LIST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockRules:
+    """Settings of a stock; see the fields of the same names in `SandboxConfig`."""
+
+    create_timeout_s: float
+    sandbox_ttl_s: float
+    idle_timeout_s: float
+    min_ready: int
+    max_uses: int
+    kill_timeout_s: float = 20.0
+    """Deadline for ending a sandbox: `answer_within_s` of the provider."""
+    grace_s: float = GRACE_S
+    """Seconds past a provider object's own deadline after which the stock stops waiting for it."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Stock:
+    """One provider's remote sandboxes, from creation to end."""
+
+    supply: Supply
+    """State of this provider's sandboxes; shared with the pool."""
+    provider: RemoteProvider
+    rules: StockRules
+    _: KW_ONLY
+    labels: Mapping[str, str]
+    """Labels of every sandbox made here; with them sandboxes are found again when everything else is lost."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    on_change: Callable[[], None]
+    """Called when a sandbox became ready or room was made."""
+    on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]
+    """Called when creating this kind can never work."""
+    num_created: int = 0
+    num_ended: int = 0
+    num_strays_ended: int = 0
+    num_soiled: int = 0
+    num_late: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
+    _stray_since: dict[str, float] = field(default_factory=dict)
+    _calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CALLS_AT_ONCE))
+    _has_asked: bool = False
+    _is_closing: bool = False
+
+    def create(self, spec: SandboxSpec) -> None:
+        """Start making one sandbox; `on_change` is called when it is ready."""
+        self._has_asked = True
+        self.supply.num_creating[spec] += 1
+        self._spawn(self._create(spec), "create a sandbox")
+
+    def retire(self, item: StockItem) -> None:
+        """End a sandbox. It counts as alive until the provider confirms that it is gone."""
+        if item.state is not StockState.ENDING:
+            self.supply.withdraw(item)
+            item.state = StockState.ENDING
+            self._spawn(self._end(item), "end a sandbox")
+
+    def give_back(self, item: StockItem, *, is_clean: bool) -> None:
+        """Check a sandbox whose lease ended for the next lease, or end it."""
+        item.num_uses += 1
+        if is_clean and item.num_uses < self.rules.max_uses and not self._is_closing:
+            item.state = StockState.CHECKING
+            self._spawn(self._check(item), "check a sandbox")
+        else:
+            self.retire(item)
+
+    def _spawn(self, work: Coroutine[object, object, None], what: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"{what} ({self.supply.name})")
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed unexpectedly", task.get_name(), exc_info=error)
+
+    async def _create(self, spec: SandboxSpec) -> None:
+        arrival = asyncio.ensure_future(self._ask(spec))
+        self._arrivals.add(arrival)
+        arrival.add_done_callback(self._arrivals.discard)
+        wait_s = self.rules.create_timeout_s + self.rules.grace_s
+        try:
+            done, _ = await asyncio.wait({arrival}, timeout=wait_s)
+        finally:
+            self._count_down(spec)
+        try:
+            if not done:
+                self._adopt_later(arrival, spec)
+                raise SandboxDeadlineError(f"provider {self.supply.name} did not answer within {wait_s:g} s")
+            await self._welcome(arrival.result(), spec)
+        except SandboxError as error:
+            self._failed(error, spec)
+        finally:
+            self.on_change()
+
+    async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
+        rules = self.rules
+        with self._asking():
+            return await self.provider.create(
+                spec, labels=self.labels, ttl_s=rules.sandbox_ttl_s, timeout_s=rules.create_timeout_s
+            )
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Wrap a provider call: count every exception of its SDK and raise it as a SandboxError."""
+        try:
+            yield
+        except SandboxError:
+            raise
+        except Exception as error:  # boundary: a provider's SDK may raise anything
+            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
+
+    def _count_down(self, spec: SandboxSpec) -> None:
+        self.supply.num_creating[spec] -= 1
+        if not self.supply.num_creating[spec]:
+            del self.supply.num_creating[spec]
+
+    async def _welcome(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
+        now = self.clock()
+        item = StockItem(
+            connection=sandbox.connection,
+            spec=spec,
+            expires_at=now + self.rules.sandbox_ttl_s,
+            idle_since=now,
+            state=StockState.CHECKING,
+        )
+        self.supply.items[sandbox.connection.sandbox_id] = item
+        self.num_created += 1
+        self.supply.created()
+        if self._is_closing:
+            self.retire(item)
+            return
+        if self.rules.max_uses > 1:
+            try:
+                item.fingerprint = await self._look(lambda: sandbox)
+            except SandboxError:
+                self.retire(item)
+                raise
+        self.supply.put_ready(item)
+
+    def _adopt_later(self, arrival: asyncio.Task[ConnectedSandbox], spec: SandboxSpec) -> None:
+        def arrived(task: asyncio.Task[ConnectedSandbox]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                return
+            self.num_late += 1
+            self._spawn(self._take_in(task.result(), spec), "take in a late sandbox")
+
+        arrival.add_done_callback(arrived)
+
+    async def _take_in(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
+        has_room = self.supply.has_room
+        try:
+            await self._welcome(sandbox, spec)
+        except SandboxError as error:
+            self._failed(error, spec)
+        else:
+            if not has_room:
+                self.retire(self.supply.items[sandbox.connection.sandbox_id])
+        self.on_change()
+
+    def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
+        supply = self.supply
+        supply.note(error)
+        if supply.bucket is None or supply.breaker is None:
+            return
+        if isinstance(error, SandboxConfigError):
+            self.on_config_error(spec, error)
+        if isinstance(error, SandboxQuotaError):
+            supply.quota_met()
+            return
+        pause_s = supply.breaker.failed()
+        if isinstance(error, SandboxRateLimitError) and error.retry_after_s is not None:
+            pause_s = max(pause_s, error.retry_after_s)
+        supply.bucket.block_for(pause_s)
+
+    async def _end(self, item: StockItem) -> None:
+        sandbox_id = item.connection.sandbox_id
+        try:
+            await self._kill(sandbox_id)
+            self.num_ended += 1
+        except SandboxError as error:
+            # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it in the end.
+            self.supply.note(error, "kill")
+        finally:
+            self.supply.items.pop(sandbox_id, None)
+            self.on_change()
+
+    async def _kill(self, sandbox_id: str) -> None:
+        """End a sandbox by id, with a few attempts.
+
+        Raises:
+            SandboxError: the sandbox may still be alive.
+        """
+        for attempt in range(_KILL_ATTEMPTS):
+            try:
+                async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                    await self.provider.kill(sandbox_id, timeout_s=self.rules.kill_timeout_s)
+                return
+            except Exception as error:  # boundary: a provider's SDK may raise anything; the last is raised
+                if attempt == _KILL_ATTEMPTS - 1:
+                    raise SandboxError(f"sandbox {sandbox_id} could not be ended: {error}") from error
+            await asyncio.sleep(0.1 * 4**attempt)
+
+    async def _check(self, item: StockItem) -> None:
+        try:
+            attach = self.provider.attach
+            is_same = await self._look(lambda: attach(item.connection, item.spec)) == item.fingerprint
+        except SandboxError as error:
+            self.supply.note(error)
+            is_same = False
+        if is_same and item.state is StockState.CHECKING and not self._is_closing:
+            self.supply.put_ready(item)
+        else:
+            self.num_soiled += 1
+            self.retire(item)
+        self.on_change()
+
+    async def _look(self, attach: Callable[[], Sandbox]) -> str:
+        """Return the fingerprint of a sandbox.
+
+        Raises:
+            SandboxError: the check failed. The caller must go on: a sandbox left CHECKING counts but serves no lease.
+        """
+        with self._asking():
+            return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
+
+    def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
+        """Extend the sandboxes in use, and end surplus ones. Called every few seconds.
+
+        Args:
+            kinds_in_use: kinds of which `min_ready` sandboxes are kept.
+        """
+        now = self.clock()
+        for item in tuple(self.supply.items.values()):
+            if (
+                item.state in (StockState.READY, StockState.LEASED)
+                and item.expires_at - now < self.rules.sandbox_ttl_s / 2
+            ):
+                # Set before the answer comes, so that the next round does not ask again meanwhile.
+                item.expires_at = now + self.rules.sandbox_ttl_s
+                self._spawn(self._extend(item), "extend a sandbox")
+        for item in self.supply.idle_items():
+            num_kept = self.rules.min_ready if item.spec in kinds_in_use else 0
+            is_spare = self.supply.num_ready(item.spec) > num_kept
+            if is_spare and now - item.idle_since > self.rules.idle_timeout_s:
+                self.retire(item)
+
+    async def _extend(self, item: StockItem) -> None:
+        try:
+            sandbox = self.provider.attach(item.connection, item.spec)
+            async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                await sandbox.extend(self.rules.sandbox_ttl_s, timeout_s=self.rules.kill_timeout_s)
+        except Exception as error:  # boundary: a provider's SDK may raise anything; a sandbox that is ready is replaced
+            self.supply.failures[type(error).__name__] += 1
+            if item.state is StockState.READY:
+                self.retire(item)
+
+    async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
+        """Compare the living sandboxes at the provider with the known ones, and end strays.
+
+        Args:
+            labels: labels of the sandboxes to compare; default: this pool's labels.
+            stray_after_s: seconds unknown after which a sandbox is ended; default: longer than any creation takes.
+        Returns:
+            Number of strays that were ended.
+        """
+        patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
+        known_before = set(self.supply.items)
+        try:
+            living = await self.living(labels)
+        except SandboxError as error:
+            self.supply.note(error, "list")
+            return 0
+        self._bury(known_before - living)
+        return await self._end_strays(living - set(self.supply.items), patience_s)
+
+    async def living(self, labels: Mapping[str, str] | None = None) -> set[str]:
+        """Return the ids of the living sandboxes at the provider.
+
+        Raises:
+            SandboxError: the provider could not list them.
+        """
+        with self._asking():
+            async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
+                return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
+
+    def _bury(self, gone: set[str]) -> None:
+        for sandbox_id in gone:
+            item = self.supply.items.get(sandbox_id)
+            if item is not None and item.state is StockState.READY:
+                self.retire(item)
+
+    async def _end_strays(self, unknown: set[str], patience_s: float) -> int:
+        now = self.clock()
+        self._stray_since = {found: self._stray_since.get(found, now) for found in unknown}
+        strays = [found for found, since in self._stray_since.items() if now - since >= patience_s]
+        results = await asyncio.gather(*(self._kill(found) for found in strays), return_exceptions=True)
+        num_failed = sum(isinstance(result, BaseException) for result in results)
+        self.supply.failures["kill"] += num_failed
+        self.num_strays_ended += len(strays) - num_failed
+        return len(strays) - num_failed
+
+    async def close(self, *, timeout_s: float = 30.0) -> set[str]:
+        """End every sandbox, including those still being made. Returns the ids that are still listed afterwards."""
+        self._is_closing = True
+        for item in tuple(self.supply.items.values()):
+            if item.state is not StockState.CHECKING:
+                self.retire(item)
+        deadline = self.clock() + timeout_s
+        # Wait for creations: a cancelled one may leave an unknown sandbox; one that answers is ended at once.
+        await self._settle(min(timeout_s / 2, 10.0))
+        for task in (*self._arrivals, *self._tasks):
+            task.cancel()
+        left = await self._end_all(deadline)
+        await self.provider.close()
+        return left
+
+    async def _end_all(self, deadline: float) -> set[str]:
+        """End the sandboxes that the provider lists until it lists none. Returns the ids that may be left."""
+        # Go by the provider's list: sandboxes whose creation reply was lost are unknown here.
+        left = {"an unknown number: they could not be listed"} if self._has_asked else set()
+        for is_last in (*[False] * _CLOSE_ROUNDS, True):
+            try:
+                left = await self.living()
+            except SandboxError as error:
+                self.supply.note(error, "list")
+                continue
+            if not left or is_last or self.clock() > deadline:
+                break
+            await self._end_strays(left, 0.0)
+        return left
+
+    async def _settle(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (pending := {*self._arrivals, *self._tasks}) and loop.time() < deadline:
+            await asyncio.wait(pending, timeout=deadline - loop.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Supplier:
+    """One provider in the pool's order of preference. Without a stock, holders make its sandboxes (`local`)."""
+
+    supply: Supply
+    stock: Stock | None = None

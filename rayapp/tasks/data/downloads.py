@@ -1,0 +1,202 @@
+"""Loads raw data sets with `datasets`, and maps a user's own examples to rows in verl's schema. For `preparing.py`.
+
+A source is on the hub, or local: a folder from `save_to_disk`, a folder with train.* and test.* as parquet, JSONL, JSON
+or CSV, or one such file. One file is one split: `train`, or `test` for a data set without a train split. `OwnColumns`
+maps the examples; TRL's `prompt` and `answer` columns are among the names that it recognizes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.errors import InputError
+from rayapp.tasks.answer_rules import CODE_SOURCES
+from rayapp.tasks.code.formats import read_tests
+from rayapp.tasks.data.data_row import parse_messages
+
+PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "input", "query")
+ANSWER_NAMES = ("answer", "ground_truth", "solution", "label", "target", "output", "completion")
+_TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnColumns:
+    """Maps the columns of a user's examples to a row: a mapper like those of `rows.py`.
+
+    Example: `OwnColumns()({"prompt": "2 + 2?", "answer": 4}, 0, "train", "mine")`.
+    """
+
+    prompt: str = ""
+    """Column with a text or a list of messages; if empty, the first of PROMPT_NAMES that exists."""
+    answer: str = ""
+    """Column of the answer; if empty, the first of ANSWER_NAMES that exists."""
+    has_answers: bool = True
+    """False if the reward needs no ground truth; it is then empty."""
+    system: str = ""
+    """System message for prompts that have none."""
+
+    def __call__(self, example: Mapping[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
+        """Return one row. All other columns go to `extra_info`, for reward functions.
+
+        Raises:
+            InputError: a column is missing, or has another type.
+        """
+        if {"data_source", "reward_model", "prompt"} <= example.keys():
+            raise InputError("it is in verl's schema already: name the file in data.train_files")
+        prompt = self._name(example, self.prompt, PROMPT_NAMES, "--prompt-column")
+        answer = self._name(example, self.answer, ANSWER_NAMES, "--answer-column") if self.has_answers else ""
+        truth = _truth(example[answer]) if answer else ""
+        if answer and data_source in CODE_SOURCES:
+            truth = _tests(truth)
+        others = {key: value for key, value in example.items() if key not in {prompt, answer, *_TAKEN}}
+        return {
+            "data_source": data_source,
+            "prompt": self._messages(example[prompt], f"column {prompt}"),
+            "ability": "own",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": split, "index": index, **others},
+        }
+
+    def _name(self, example: Mapping[str, Any], given: str, usual: tuple[str, ...], option: str) -> str:
+        wanted = (given,) if given else usual
+        found = next((name for name in wanted if example.get(name) is not None), None)
+        if found is None:
+            raise InputError(
+                f"no column {' or '.join(wanted)}; there are {', '.join(example)}. Name one with {option}"
+                + (", or give --no-answers" if option == "--answer-column" else "")
+            )
+        return found
+
+    def _messages(self, value: Any, where: str) -> list[dict[str, str]]:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else parse_messages(value, where)
+        found = [{"role": str(one["role"]), "content": str(one["content"])} for one in messages]
+        if not any(one["content"].strip() for one in found):
+            raise InputError(f"{where} is empty")
+        if self.system and found[0]["role"] != "system":
+            return [{"role": "system", "content": self.system}, *found]
+        return found
+
+
+def _truth(value: Any) -> str:
+    """Return the answer as text for the rules. In TRL it may be a list of messages, of which the last one counts."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+        value = value[-1]["content"]
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise InputError(f"the answer must be a text or a number, not {value!r:.60}")
+    return str(value)
+
+
+def _tests(text: str) -> str:
+    """Return the tests of a code problem as JSON text. The column holds this text, or Python asserts.
+
+    Raises:
+        InputError: the column holds neither, or the problem can't be scored.
+    """
+    try:
+        written = ast.parse(text).body
+    except SyntaxError:
+        written = []
+    asserts = [ast.unparse(one) for one in written if isinstance(one, ast.Assert)]
+    if asserts:
+        setup = "\n".join(ast.unparse(one) for one in written if not isinstance(one, ast.Assert))
+        text = json.dumps({"test_list": asserts, "test_setup_code": setup})
+    read_tests(text)
+    return text
+
+
+SPLITS = ("train", "test")
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load_splits(
+    source: str, *, hub_configuration: str | None, revision: str = "", file_split: str = "train", cache: Path
+) -> Mapping[str, Any]:
+    """Return the splits of `source` as `datasets.Dataset`, with images left encoded.
+
+    Args:
+        source: a path or a hub id.
+        revision: revision of the hub's repository; empty for the newest.
+        file_split: name of the split if the source is one file.
+        cache: folder for the files that `datasets` converts.
+    Raises:
+        InputError: the source can't be found, reached or read.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and not _HUB_ID.fullmatch(source):
+        raise InputError(f"source {source!r} is neither a path on this machine nor a hub id like owner/name")
+    if path.exists() and revision:
+        raise InputError(f"source {source!r} is on this machine, and --revision {revision} is for a source on the hub")
+    try:
+        loaded = (
+            _load_local(path, file_split, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
+        )
+    except InputError:
+        raise
+    except Exception as error:  # boundary: `datasets` raises any error of its readers
+        advice = "Is the file whole?" if path.exists() else "Without a network, give a local folder (docs/data.md)."
+        raise InputError(
+            f"source {source!r} can't be read: {type(error).__name__}: {_first(error)}. {advice}"
+        ) from error
+    return {name: _without_decoding(split) for name, split in loaded.items()}
+
+
+def _load_hub(source: str, configuration: str | None, revision: str) -> Mapping[str, Any]:
+    from datasets import load_dataset
+
+    loaded: Mapping[str, Any] = load_dataset(source, configuration, revision=revision or None)
+    return {name: loaded[name] for name in SPLITS if name in loaded}
+
+
+def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
+    if path.is_file():
+        return {file_split: _load_file(path, cache)}
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        return _load_saved(path)
+    files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}
+    if not files:
+        raise InputError(
+            f"source {path}: no train or test file ({', '.join(_LOADERS)}), nothing from save_to_disk either"
+        )
+    return {name: _load_file(file, cache) for name, file in files.items()}
+
+
+def _load_saved(path: Path) -> Mapping[str, Any]:
+    from datasets import Dataset, load_from_disk
+
+    loaded = load_from_disk(str(path))
+    if isinstance(loaded, Dataset):
+        return {"train": loaded}
+    return {name: loaded[name] for name in SPLITS if name in loaded}
+
+
+def _load_file(path: Path, cache: Path) -> Any:
+    from datasets import load_dataset
+
+    if path.suffix not in _LOADERS:
+        raise InputError(f"source {path}: must end in {', '.join(_LOADERS)}")
+    return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train", cache_dir=str(cache))
+
+
+def _without_decoding(split: Any) -> Any:
+    """Return the split with images as bytes: decoding and encoding them again would cost time and change them."""
+    from datasets import Image, Sequence
+
+    for name, feature in split.features.items():
+        if isinstance(feature, Image):
+            split = split.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            split = split.cast_column(name, Sequence(Image(decode=False)))
+    return split
+
+
+def _first(error: Exception) -> str:
+    # `datasets` wraps the reader's error, which describes the problem.
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300]

@@ -1,0 +1,257 @@
+"""Many executions through the pool while the services behind it fail in every way: what came of it, counted.
+
+    programs with known verdicts -> task.score -> PoolClient -> LeasePool -> real SDKs -> stub services with faults
+
+One pool per provider, each with that one first and the others to fall back on, all at once against the same services:
+so every provider bears a share, and a pool that swept what another made would show. Used by
+`benchmarks/sandbox_faults.py` and by a test; it measures no speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
+from rayapp.core.types import Reward, SandboxSpec
+from rayapp.sandbox.leases import RemoteProvider
+from rayapp.sandbox.pool.build import PoolHere, build_pool
+from rayapp.sandbox.pool.client import PoolClient, PoolLease
+from rayapp.sandbox.pool.pool import LeasePool
+from rayapp.sandbox.providers.daytona import DaytonaProvider
+from rayapp.sandbox.providers.e2b import E2BProvider
+from rayapp.sandbox.providers.mcp import McpProvider
+from support.faults.outcome import Outcome
+from support.faults.programs import Program, draw_program, square_prompt, square_task
+from support.stubs import daytona_stub, e2b_stub, mcp_stub
+from support.stubs.boxes import Boxes
+from support.stubs.faults import Faults
+
+ProviderSection = E2BConfig | DaytonaConfig | McpConfig
+SETTLE_S = 30.0
+_TEND_EVERY_S = 1.0
+_ENDLESS_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRun:
+    """What to do."""
+
+    executions: int
+    share: float = 0.05
+    """Share of calls that fail."""
+    death_share: float = 0.05
+    """Of executions in whose course some sandbox dies by itself, leased or idle. Not so many a second: on a machine
+    that is slow for a while, everything would die before it is done."""
+    concurrency: int = 12
+    """Executions at once, for each provider."""
+    timeout_s: float = 20.0
+    """Deadline of an honest program: long, since a slow machine must not make a wrong verdict."""
+    answer_within_s: float = 10.0
+    """What a call may take beyond that. A call that hangs costs the sum of both."""
+    create_timeout_s: float = 10.0
+    hung_after_s: float = 600.0
+    """An execution that takes longer counts as hung. Two waits for a lease and two executions fit in."""
+    hang_s: float = 600.0
+    """How long a service that hangs keeps the connection: longer than any deadline of ours."""
+    seed: int = 0
+
+
+class _Services:
+    """The three stub services, and a provider through the real SDK for each."""
+
+    def __init__(self, run: FaultRun) -> None:
+        def faults(offset: int) -> Faults:
+            return Faults(share=run.share, seed=run.seed + offset, hang_s=run.hang_s)
+
+        self._answer_within_s = run.answer_within_s
+        self.e2b = e2b_stub.E2BStub(faults=faults(1))
+        self.daytona = daytona_stub.DaytonaStub(faults=faults(2))
+        self.mcp = mcp_stub.McpStub(faults=faults(3))
+        self.sections: dict[str, ProviderSection] = {}
+        self.deaths = _Deaths([self.e2b.boxes, self.daytona.boxes], run)
+
+    @property
+    def boxes(self) -> dict[str, Boxes]:
+        return {"e2b": self.e2b.boxes, "daytona": self.daytona.boxes, "mcp": self.mcp.boxes}
+
+    @asynccontextmanager
+    async def running(self, max_sandboxes: int) -> AsyncIterator[None]:
+        common = {"max_sandboxes": max_sandboxes, "answer_within_s": self._answer_within_s}
+        limits = {"creations_per_s": 1000.0, "creation_burst": 1000, **common}
+        sessions = {"template": "code-interpreter", **common}
+        async with self.e2b.running() as e2b, self.daytona.running() as daytona, self.mcp.running() as mcp:
+            self.sections = {
+                "e2b": E2BConfig.model_validate({"api_url": e2b, "sandbox_url": e2b, **limits}),
+                "daytona": DaytonaConfig.model_validate({"api_url": f"{daytona}/api", **limits}),
+                "mcp": McpConfig.model_validate({"url": mcp, **sessions}),
+            }
+            yield
+
+    def provider(self, section: ProviderSection) -> RemoteProvider:
+        match section:
+            case E2BConfig():
+                return E2BProvider(section, api_key=e2b_stub.API_KEY)
+            case DaytonaConfig():
+                return DaytonaProvider(section, api_key=daytona_stub.API_KEY)
+            case McpConfig():
+                return McpProvider(section, api_key=mcp_stub.API_KEY)
+
+    def injected(self) -> dict[str, int]:
+        stubs = {"e2b": self.e2b.faults, "daytona": self.daytona.faults, "mcp": self.mcp.faults}
+        return {f"{name}:{fault}": n for name, faults in stubs.items() for fault, n in sorted(faults.injected.items())}
+
+
+class _Counting:
+    """A source that counts how often one execution asked for a sandbox."""
+
+    def __init__(self, client: PoolClient) -> None:
+        self._client = client
+        self.num_leases = 0
+
+    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
+        self.num_leases += 1
+        return self._client.lease(spec, timeout_s=timeout_s)
+
+
+async def run_with_faults(run: FaultRun, outcome: Outcome | None = None) -> Outcome:
+    """Everything, start to end. A given outcome is filled as it goes on, to be watched."""
+    outcome, services = outcome or Outcome(), _Services(run)
+    async with services.running(run.concurrency + 4):
+        names = sorted(services.sections)
+        async with asyncio.TaskGroup() as pools:
+            for index, name in enumerate(names):
+                order = [name, *(other for other in names if other != name)]
+                share = run.executions // len(names) + (index < run.executions % len(names))
+                pools.create_task(_run_pool(services, run, order, share, outcome), name=f"pool {name}")
+        outcome.injected = services.injected()
+        await _wait_for_ends(services)
+        outcome.leaked = _leaked(services)
+    return outcome
+
+
+async def _run_pool(
+    services: _Services, run: FaultRun, order: Sequence[str], executions: int, outcome: Outcome
+) -> None:
+    config = SandboxConfig(
+        providers=tuple(services.sections[name] for name in order),
+        max_leases=run.concurrency,
+        create_timeout_s=run.create_timeout_s,
+        sweep_every_s=5.0,
+        breaker_cooldown_s=1.0,
+        lease_ttl_s=2 * run.hung_after_s,
+    )
+    async with AsyncExitStack() as stack:
+        pool = build_pool(config, f"faults-{order[0]}", providers=_all(services, config), grace_s=2.0)
+        stack.push_async_callback(_close, pool, outcome)
+        client = PoolClient(
+            PoolHere(pool),
+            None,
+            remote=_all(services, config),
+            holder=order[0],
+            ttl_s=900.0,
+            create_timeout_s=config.create_timeout_s,
+        )
+        stack.push_async_callback(client.close)
+        chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
+        stack.callback(chores.cancel)
+        rng = random.Random(f"{run.seed} {order[0]}")
+        await _execute_all(client, run, [draw_program(rng) for _ in range(executions)], services.deaths, outcome)
+
+
+def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
+    """Provider objects of one process: the pool's and the worker's are not the same ones."""
+    return {name: services.provider(services.sections[name]) for name in (each.type for each in config.providers)}
+
+
+async def _execute_all(
+    client: PoolClient, run: FaultRun, programs: Sequence[Program], deaths: _Deaths, outcome: Outcome
+) -> None:
+    waiting = iter(programs)
+
+    async def work() -> None:
+        for program in waiting:
+            deaths.maybe()
+            await _execute(client, run, program, outcome)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(run.concurrency):
+            group.create_task(work())
+
+
+async def _execute(client: PoolClient, run: FaultRun, program: Program, outcome: Outcome) -> None:
+    source = _Counting(client)
+    task = square_task(timeout_s=_ENDLESS_TIMEOUT_S if program.is_endless else run.timeout_s)
+    reward: Reward | None = None
+    try:
+        async with asyncio.timeout(run.hung_after_s):
+            reward = await task.score(square_prompt(), program.code, source, seed=0)
+    except TimeoutError:
+        outcome.hung += 1
+    outcome.executions += 1
+    outcome.retried += source.num_leases > 1
+    if reward is None:
+        return
+    if not reward.valid:
+        outcome.invalid[reward.failure_kind] += 1
+        return
+    outcome.verdicts[f"{program.name}: {reward.value:g}"] += 1
+    if not program.agrees(reward):
+        outcome.wrong.append(f"{program.name}: {reward.value:g} {reward.status} {reward.detail}")
+
+
+async def _tend(pool: LeasePool, sweep_every_s: float) -> None:
+    """What the sandbox-pool actor does on the side."""
+    loop = asyncio.get_running_loop()
+    swept_at = loop.time()
+    while True:
+        await asyncio.sleep(_TEND_EVERY_S)
+        pool.tend()
+        if loop.time() - swept_at >= sweep_every_s:
+            swept_at = loop.time()
+            await asyncio.gather(*(source.stock.sweep() for source in pool.sources if source.stock is not None))
+
+
+async def _close(pool: LeasePool, outcome: Outcome) -> None:
+    stats = pool.stats()
+    outcome.leases_left += stats["sandbox/leased"] + stats["sandbox/waiting"]
+    outcome.reclaimed += stats["sandbox/reclaimed"]
+    outcome.fallbacks += stats["sandbox/fallbacks"]
+    outcome.reported_left += len(await pool.close(timeout_s=60.0))
+    outcome.strays_ended += sum(source.stock.num_strays_ended for source in pool.sources if source.stock is not None)
+
+
+class _Deaths:
+    """Ends a sandbox now and then, as a provider's machine that fails does."""
+
+    def __init__(self, of: Sequence[Boxes], run: FaultRun) -> None:
+        self._all = of
+        self._share = run.death_share
+        self._rng = random.Random(run.seed)
+
+    def maybe(self) -> None:
+        """Called as an execution begins; what dies does so in the second after it."""
+        if self._rng.random() < self._share:
+            asyncio.get_running_loop().call_later(self._rng.random(), self._one)
+
+    def _one(self) -> None:
+        boxes = self._rng.choice(self._all)
+        if boxes.living:
+            boxes.end(self._rng.choice(sorted(boxes.living)))
+
+
+async def _wait_for_ends(services: _Services) -> None:
+    """What the services still do when the last call has been made, e.g. a slow kill."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SETTLE_S
+    while any(_leaked(services).values()) and loop.time() < deadline:
+        await asyncio.sleep(0.2)
+
+
+def _leaked(services: _Services) -> dict[str, int]:
+    """Alive though every pool is closed. A sandbox of an MCP server has no call to end it: there it is the sessions."""
+    leaked = {name: len(boxes.living) for name, boxes in services.boxes.items() if name != "mcp"}
+    return leaked | {"mcp": services.mcp.num_sessions}

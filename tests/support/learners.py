@@ -1,0 +1,175 @@
+"""What tests of the learner are made of: small models, trajectories, a learner without actors. Used by tests only."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rayapp.core.names import large_imports
+from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.sandbox.local.levels import kernel
+from support.ports import free_port
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
+    from torch.distributed.tensor import DTensor
+
+    from rayapp.config.config import Config
+    from rayapp.learner.distributed import Ranks
+    from rayapp.learner.step import PolicyLearner
+
+
+def import_models(*families: str) -> None:
+    """The part of `import_learner` that does not import Ray."""
+    with large_imports():
+        from torch.distributed import checkpoint, fsdp  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+
+        for family in ("llama", *families):
+            import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def import_learner(*families: str) -> None:
+    """In a process that is going to fork learners: import what each would import by itself for 5 seconds, in its
+    constructor and its first step.
+
+    Args:
+        families: of the models, as transformers calls their folders, where they are not Llamas.
+    """
+    import_models(*families)
+    with large_imports():
+        from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
+        from verl.workers.config import actor  # noqa: F401
+
+        from rayapp.learner import build, supervised  # noqa: F401
+        from rayapp.learner.memory import idle  # noqa: F401
+        from rayapp.learner.state import checkpoint as saving  # noqa: F401
+        from rayapp.learner.state import export  # noqa: F401
+
+
+Run = Callable[[int, int, Callable[[], int]], None]
+
+
+def fork_ranks(world_size: int, run: Run) -> None:
+    """A world of learners, each in a fork of this process, with which it ends.
+
+    Args:
+        run: called in each with the world's size, its rank, and a function that gives the port of the next store that
+            the ranks meet at, the same to all. It is found when it is asked for: of ports that were found before the
+            first store is opened, another program may have one by then, and the ranks would meet that program's.
+
+    Raises:
+        SystemExit: a rank failed. The others, which would wait for it, are ended.
+    """
+    fork = multiprocessing.get_context("fork")
+    ports: list[SimpleQueue[int]] = [fork.SimpleQueue() for _ in range(world_size)]
+
+    def next_port(rank: int) -> int:
+        if rank == 0:
+            port = free_port()
+            for queue in ports:
+                queue.put(port)
+        return ports[rank].get()
+
+    ranks = [
+        fork.Process(target=_run_rank, args=(run, world_size, rank, partial(next_port, rank)))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    while running := [process for process in ranks if process.exitcode is None]:
+        wait([process.sentinel for process in running])
+        for rank, process in enumerate(ranks):
+            if process.exitcode:
+                for other in running:
+                    other.kill()
+                raise SystemExit(f"rank {rank} of {world_size} ended with status {process.exitcode}")
+
+
+def _run_rank(run: Run, world_size: int, rank: int, next_port: Callable[[], int]) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    run(world_size, rank, next_port)
+
+
+def whole_weights(learner: PolicyLearner) -> dict[str, NDArray[np.float32]]:
+    """Copies, by name. All ranks call it, and each has all of them."""
+    parameters = cast("Iterable[tuple[str, DTensor]]", learner.model.named_parameters())
+    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}
+
+
+def take_sgd(learner: PolicyLearner) -> None:
+    """From now on a step moves the weights by their gradient: plain SGD at a rate of 1."""
+    import torch
+
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
+    section = learner.config.learner
+    section = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": 1.0})})
+    learner.config = learner.config.model_copy(update={"learner": section})
+
+
+SHAPE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def save_llama(folder: Path, *, dtype: str = "float32", **shape: float | bool | None) -> Path:
+    """A Llama with random weights, without a tokenizer, as a Hugging Face folder.
+
+    Args:
+        shape: of its `LlamaConfig`, beside or in place of SHAPE.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | shape)))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def sampled(
+    token_ids: ArrayLike,
+    num_prompt_tokens: int,
+    *,
+    reward: float = 0.0,
+    terms: dict[str, float] | None = None,
+    log_prob: float = 0.0,
+    policy_version: int = 0,
+) -> Trajectory:
+    """A completed trajectory: a prompt, and a response whose tokens the engine gave `log_prob` each."""
+    tokens = np.asarray(token_ids, np.int32)
+    mask = np.arange(tokens.size) >= num_prompt_tokens
+    return Trajectory(
+        token_ids=tokens,
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, log_prob, 0.0).astype(np.float32),
+        completion_text="",
+        reward=Reward(value=reward, terms=terms or {}),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=policy_version,
+        max_policy_version=policy_version,
+    )
+
+
+@contextmanager
+def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
+    """The only rank, in this process."""
+    from rayapp.learner.build import build_learner
+    from rayapp.learner.distributed import only_rank
+
+    with only_rank(config) as ranks:
+        yield build_learner(config, ranks), ranks

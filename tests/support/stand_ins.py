@@ -1,0 +1,238 @@
+"""An engine without vLLM and a learner without a model, behind the same Ray calls as the real ones.
+
+For tests and benchmarks of everything around them: the driver, the store, the workers, the server's shell, recovery.
+Given to `rayapp.driver.cluster.open_cluster(stand_ins=stand_ins())`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from ray import cloudpickle
+
+from actors.spawn import Role
+from actors.starting import StandIn, StandIns
+from actors.vllm_server import StartEngine, VllmServer
+from rayapp.config.config import Config
+from rayapp.core.errors import WeightSyncError
+from rayapp.core.timing import InHand
+from rayapp.core.types import (
+    Completion,
+    FloatArray,
+    Group,
+    GroupSummary,
+    Int32Array,
+    RequestId,
+    SamplingParams,
+    VersionSpan,
+)
+from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
+from rayapp.learner.shares import Shares
+
+# Ray's workers take these classes as they are here: they look for no folder of tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+Scripts = tuple[tuple[tuple[int, ...] | str, ...], ...]
+
+VERSION_TENSOR = "version"
+"""The only tensor of a learner without a model: each of its bytes is the version."""
+
+
+class SeededEngine:
+    """Stands for `VllmEngine`, as far as a server on the object store's weights asks it: tokens follow from the seed.
+
+    Args:
+        latency_s: of each completion.
+        scripts: see `stand_ins`.
+    """
+
+    def __init__(self, latency_s: float, scripts: Scripts = ()) -> None:
+        self._latency_s = latency_s
+        self._scripts = scripts
+        self.policy_version = 0
+        self.in_hand = InHand()
+        self.goes_on = asyncio.Event()
+        """Unset: it answers every check and never samples again."""
+        self.goes_on.set()
+        self._arrived: tuple[tuple[TensorEntry, ...], bytes] = ((), b"")
+        self.dies_in_update = False
+        """The next weight update ends the process in its middle, with SIGKILL."""
+
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
+    ) -> Completion:
+        """The script's turn, or some printable tokens of the test model's alphabet, after `latency_s`."""
+        with self.in_hand.one():
+            await self.goes_on.wait()
+            version = self.policy_version
+            if self._latency_s:
+                await asyncio.sleep(self._latency_s)
+        if self._scripts:
+            text, token_ids = self._scripted(request_id, sampling)
+        else:
+            token_ids = (34 + np.arange(sampling.max_tokens) + (sampling.seed or 0) % 40).astype(np.int32) % 90 + 2
+            text = "a" * ((sampling.seed or 0) % 5)
+        return Completion(
+            token_ids=token_ids,
+            log_probs=np.full(token_ids.size, -1.0, np.float32),
+            text=text,
+            finish_reason="stop" if self._scripts else "length",
+            policy_version=version,
+            version_spans=() if self._scripts else self._spans(version, token_ids.size),
+            time_generate_s=self._latency_s,
+        )
+
+    def _scripted(self, request_id: RequestId, sampling: SamplingParams) -> tuple[str, Int32Array]:
+        script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
+        said = script[max(request_id.turn, 0)]
+        return (said, np.array([2], np.int32)) if isinstance(said, str) else ("", np.array(said, np.int32))
+
+    def _spans(self, first: int, num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Weights that arrive while it samples get the second half of the tokens."""
+        if first == self.policy_version or num_tokens < 2:
+            return ()
+        return (
+            VersionSpan(policy_version=first, num_tokens=num_tokens // 2),
+            VersionSpan(policy_version=self.policy_version, num_tokens=num_tokens - num_tokens // 2),
+        )
+
+    async def begin_update(self, carried: str) -> None:
+        if self.dies_in_update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def receive_weights(self, weights: SharedWeights) -> None:
+        self._arrived = weights.entries, await asyncio.to_thread(Path(weights.path).read_bytes)
+
+    async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
+        """Take the weights. `InstantLearner.export_weights` writes their version into them."""
+        entries, held = self._arrived
+        if [name for name, *_ in entries] == [VERSION_TENSOR] and set(held) != {version % 256}:
+            raise WeightSyncError(f"these are not the weights of version {version}")
+        self.policy_version = version
+        return 0
+
+    async def go_on(self) -> None:
+        """Nothing had stopped."""
+
+    async def check(self) -> None:
+        """It always answers."""
+
+    async def facts(self) -> dict[str, Any]:
+        return {}
+
+    def load(self) -> dict[str, float]:
+        return {}
+
+    async def sleep(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return
+
+
+class ScriptedServer(VllmServer):
+    """A server whose engine is a `SeededEngine`, and whose faults a test can call for."""
+
+    def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float, scripts: Scripts = ()) -> None:
+        self._seeded = SeededEngine(latency_s, scripts)
+        super().__init__(config, index, must_sync, cast("StartEngine", self._start_seeded))
+
+    async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:
+        return self._seeded
+
+    async def stall(self) -> None:
+        """Answer every ping from now on, and never sample again."""
+        self._seeded.goes_on.clear()
+
+    async def die_in_update(self) -> None:
+        """End with SIGKILL in the middle of the next weight update."""
+        self._seeded.dies_in_update = True
+
+
+class InstantLearner:
+    """Stands for `Learner`: takes the groups, learns nothing, and knows how many steps it has taken.
+
+    Args:
+        latency_s: of each step.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, world_size: int, master_address: str, master_port: int, latency_s: float
+    ) -> None:
+        self._rank = rank
+        self._data_rank = rank // config.learner.sequence_parallel
+        self._latency_s = latency_s
+        self._version = 0
+
+    def __repr__(self) -> str:
+        return f"learner-{self._rank}"
+
+    def ready(self) -> dict[str, Any]:
+        return {"rank": self._rank}
+
+    def train_step(
+        self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
+    ) -> dict[str, float]:
+        assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
+        assert len(groups) == len(shares[self._data_rank])
+        time.sleep(self._latency_s)
+        self._version = step
+        return {"learner/steps_taken": float(step)}
+
+    def log_probs_before(self) -> dict[int, FloatArray]:
+        return {}
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        if self._rank == 0:
+            entry: TensorEntry = (VERSION_TENSOR, "uint8", (64,), 0, 64)
+            yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8))
+
+    def begin_checkpoint(self, folder: str, version: int) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"rank-{self._rank}").write_text(str(self._version))
+
+    def checkpoint_done(self) -> bool:
+        return True
+
+    def load_checkpoint(self, folder: str) -> int:
+        self._version = int((Path(folder) / f"rank-{self._rank}").read_text())
+        return self._version
+
+    def export_hf(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        return
+
+
+SERVER = Role(
+    class_path=f"{__name__}:ScriptedServer",
+    num_cpus=0.1,
+    max_concurrency=100_000,
+    max_restarts=-1,
+    env_of="rollout-worker",
+)
+LEARNER = Role(class_path=f"{__name__}:InstantLearner", num_cpus=0.1, env_of="rollout-worker")
+
+
+def stand_ins(*, completion_s: float = 0.0, step_s: float | None = 0.0, scripts: Scripts = ()) -> StandIns:
+    """Return the stand-ins of servers and learners.
+
+    Args:
+        completion_s: seconds of each completion.
+        step_s: seconds of each step; None: the learners are the real ones.
+        scripts: what a trajectory says, turn by turn; its seed chooses among them. Token ids, or the text where nothing
+            reads token ids. Empty: any tokens.
+    """
+    found = {"vllm-server": StandIn(role=SERVER, arguments=(completion_s, scripts))}
+    if step_s is not None:
+        found["learner"] = StandIn(role=LEARNER, arguments=(step_s,))
+    return found

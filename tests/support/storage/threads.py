@@ -1,0 +1,50 @@
+"""What tests of code with threads of its own need: a faulty proxy in a thread, a bucket, a wait on a condition."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from rayapp.core.own_thread import LoopThread
+from support.storage.faulty_proxy import FaultyProxy
+
+
+class ProxyThread(FaultyProxy):
+    """For tests without an event loop: `with ProxyThread(server.url) as proxy:`."""
+
+    def __enter__(self) -> ProxyThread:
+        self._thread = LoopThread("faulty-proxy")
+        self._thread.run(self.__aenter__())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.run(self.__aexit__())
+        self._thread.close()
+
+
+def make_bucket(url: str, bucket: str, key: str, secret: str, region: str) -> None:
+    """Create a bucket at an endpoint."""
+    _admin(url, key, secret, region).create_bucket(Bucket=bucket)
+
+
+@cache
+def _admin(url: str, key: str, secret: str, region: str) -> Any:
+    from botocore.session import get_session
+
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+    return get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
+
+
+def wait_until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Return when the condition holds.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so within {timeout_s:g} s")
+        time.sleep(0.05)

@@ -1,0 +1,239 @@
+"""Launch scripts and commands of verl: read, never run, and taken or refused in one message."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rayapp.cli.main import run
+from rayapp.config.verl.importing import import_verl, read_verl
+from rayapp.config.verl.keys import TABLE
+from rayapp.config.verl.script import read_script
+from rayapp.core.errors import ConfigError
+
+COMMANDS: dict[str, list[str]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "verl_commands.json").read_text(encoding="utf-8")
+)
+"""Overrides of 29 example scripts of verl 0.9.0, by the script's name."""
+REFUSED = {
+    "v_generation__run_deepseek_llm_7b": "data.output_path",
+    "v_grpo_trainer__run_gpt_oss_20b_fsdp": "rollouts run on vLLM",
+    "v_grpo_trainer__run_mistral_nemo_12b_skyworkrm_fsdp": "docs/judges.md",
+    "v_grpo_trainer__run_qwen3_5_35b_megatron_lite": r"actor\.engine\.\* can't be imported",
+    "v_on_policy_distillation_trainer__run_qwen3_8b_fsdp": "a group needs at least 2",
+    "v_reinforce_plus_plus_trainer__run_qwen3_8b_fsdp": "use_kl_in_reward",
+    "v_remax_trainer__run_qwen3_8b_fsdp": "use_kl_in_reward",
+    "v_rloo_trainer__run_qwen3_8b_fsdp": "use_kl_in_reward",
+    "v_rollout_correction__run_qwen2_5_7b_fsdp": "a group needs at least 2",
+    "v_rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": "a group needs at least 2",
+}
+"""Commands that can't be taken, with their reason: 19 of 29 are."""
+
+SCRIPT = r"""#!/usr/bin/env bash
+# don't mind the apostrophe
+set -xeuo pipefail
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+data_dir="$HOME/data"
+train_files="['$data_dir/gsm8k/train.parquet', '$data_dir/math/train.parquet']"
+prompt=$((1024 * 2))
+n=8
+if [ "$n" -gt 4 ]; then tp=2; else tp=4; fi
+case "${DEVICE:-gpu}" in
+    gpu|cuda) name=vllm ;;
+    *) name=other ;;
+esac
+DATA=(
+    data.train_files="$train_files"   # two files
+    data.max_prompt_length=$prompt
+    data.max_response_length=$((prompt + 1024))
+)
+DATA+=("data.train_batch_size=${BATCH:=64}")
+cat > notes.txt <<EOF
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae
+EOF
+touch "$(dirname "$0")/must_not_be_there"
+PYTHONUNBUFFERED=1 ray job submit --address=http://127.0.0.1:8265 -- python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    "${DATA[@]}" \
+    actor_rollout_ref.model.path=$MODEL_PATH \
+    actor_rollout_ref.rollout.name=$name \
+    actor_rollout_ref.rollout.n=$n actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \
+    trainer.logger='["console","wandb"]' \
+    trainer.experiment_name="${MODEL_PATH##*/}-$(basename $data_dir)" \
+    trainer.total_training_steps=10 "$@" 2>&1 | tee log.txt
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "run_model.sh"
+    path.write_text(text)
+    return path
+
+
+def command_with(value: str, before: str = "") -> str:
+    return f"{before}\npython3 -m verl.trainer.main_ppo trainer.experiment_name={value}\n"
+
+
+def test_a_launch_script_is_read_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = script(tmp_path, SCRIPT)
+
+    values = read_verl(path, ["data.train_batch_size=16"])
+
+    assert values["data.train_files"] == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
+    assert (values["data.max_prompt_length"], values["data.max_response_length"]) == (2048, 3072)
+    assert values["data.train_batch_size"] == 16, "what stands after the file wins"
+    assert values["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 2
+    assert values["actor_rollout_ref.rollout.name"] == "vllm"
+    assert values["trainer.experiment_name"] == "Qwen3-8B-data"
+    assert values["trainer.logger"] == ["console", "wandb"]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_script_is_imported_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "import-verl", str(script(tmp_path, SCRIPT)), "trainer.nnodes=2"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["cluster"]["num_gpus"], config["train"]["groups_per_step"]) == (16, 64)
+
+
+def test_every_value_that_cannot_be_computed_is_named_at_once(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "python3 -m verl.trainer.main_ppo trainer.nnodes=$NUMBER_OF_NODES "
+        "trainer.experiment_name=$(git rev-parse HEAD) trainer.project_name=$1",
+    )
+    with pytest.raises(ConfigError, match=r"nnodes: \$NUMBER_OF_NODES is not set\n.*git rev-parse HEAD.*\n.*\$1"):
+        read_script(path, {})
+    keys = ["trainer.nnodes", "trainer.experiment_name", "trainer.project_name"]
+    assert read_script(path, {}, overridden=keys).module == "verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "expected"),
+    [
+        ("${A%%-*}", "A=x-y-z", "x"),
+        ("'$A'", "A=1", "$A"),
+        ('"${A[1]}${#A[@]}"', "A=(p q)", "q2"),
+        ("${A/b/c}${A^^}", "A=ab", "acAB"),
+        ("$((A / 3 * (2 + 1)))", "A=10", "9"),
+        ('"${A:-${B:-deep}}"', "", "deep"),
+        ("a$A", "[[ -z $A ]] || A=2\n[ x != y ] && A=3", "a3"),
+        ("$A", "function f() { A=1; }\nA=2", "2"),
+        ("$A", "for i in 1 2; do A=$i; done || A=1", None),
+        ("$A", "if [ -f /etc/x ]; then A=1; fi", None),
+    ],
+)
+def test_the_part_of_bash_that_scripts_use(tmp_path: Path, value: str, before: str, expected: str | None) -> None:
+    path = script(tmp_path, command_with(value, before))
+    if expected is None:
+        with pytest.raises(ConfigError, match="only under a condition"):
+            read_script(path, {})
+    else:
+        assert read_script(path, {"A": ""}).arguments == (f"trainer.experiment_name={expected}",)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo hello", "no `python -m verl"),
+        ("python3 -m verl.trainer.main_generation a=1", "rayapp eval"),
+        ("torchrun -m verl.trainer.sft_trainer a=1", "rayapp sft"),
+        (command_with("a") + command_with("b"), "2 commands"),
+        ("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer", "Megatron"),
+        ("python3 -m verl.trainer.main_ppo --config-path=conf --config-name=mine", "mine.yaml is not here"),
+        ("python3 -m verl.trainer.main_ppo a='b", "never closed"),
+    ],
+)
+def test_a_script_that_starts_no_training_that_is_here_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_verl(script(tmp_path, text))
+
+
+def test_a_file_that_the_script_names_is_read_with_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "shared.yaml").write_text("data: {max_prompt_length: 7, max_response_length: 8}")
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, shared, _self_]\ndata: {max_response_length: 9}"
+    )
+    path = script(tmp_path, "python3 -m verl.trainer.main_ppo --config-path=conf --config-name=mine data.seed=3")
+
+    assert read_verl(path) == {"data.max_prompt_length": 7, "data.max_response_length": 9, "data.seed": 3}
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer.yaml", "_generated_ppo_trainer.yaml"])
+def test_verls_own_files_are_taken(name: str) -> None:
+    package = importlib.util.find_spec("verl")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    file = Path(package.submodule_search_locations[0]) / "trainer" / "config" / name
+
+    found = import_verl(
+        file,
+        [
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.model.path=m",
+            "data.train_files=a",
+            "trainer.total_training_steps=3",
+        ],
+    )
+
+    assert (found.config.rollout.group_size, found.config.train.groups_per_step) == (8, 1024)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_verls_examples_are_taken_or_refused_in_one_message(name: str) -> None:
+    start = time.process_time()
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[name]):
+            import_verl(None, COMMANDS[name])
+    else:
+        assert import_verl(None, COMMANDS[name]).config.cluster.placement == "colocated"
+    assert time.process_time() - start < 2.0
+
+
+def test_all_problems_are_told_at_once_in_verls_names() -> None:
+    with pytest.raises(ConfigError) as caught:
+        import_verl(None, ["algorithm.adv_estimator=grpo", "trainer.nnodes=0", "data.seeed=1", "trainer.val_only=True"])
+    for said in ("trainer.nnodes = 0", "did you mean data.seed?", "trainer.val_only", "data.train_files", "rollout.n"):
+        assert said in str(caught.value)
+
+
+def test_a_near_miss_is_a_key_of_the_same_part() -> None:
+    with pytest.raises(ConfigError) as caught:
+        import_verl(None, ["actor_rollout_ref.actor.tensor_model_parallel_size=2"])
+    assert "rollout.tensor_model_parallel_size" not in str(caught.value)
+
+
+def test_steps_of_files_that_are_elsewhere_are_left_open(capsys: pytest.CaptureFixture[str]) -> None:
+    command = COMMANDS["v_gspo_trainer__run_qwen3_8b_fsdp"]
+
+    assert import_verl(None, command).to_yaml().startswith("# Set train.num_steps: ")
+    assert run(["train", "--verl", *command]) == 2
+    assert "trainer.total_training_steps is not set" in capsys.readouterr().err
+
+
+def test_odd_values_are_refused_without_a_traceback() -> None:
+    generator = random.Random(7)
+    odd = ["null", "-1", "0", "nan", "[]", "{}", "'x'", "1e99", "[1,2]", "true", "${x}", "{a: 1}", "'{'", "*a", "-"]
+    base = COMMANDS["v_gspo_trainer__run_qwen3_8b_fsdp"]
+    for key in generator.sample(sorted(key.replace("*", "a") for key in TABLE), 60):
+        with contextlib.suppress(ConfigError):
+            import_verl(None, [*base, f"{key}={generator.choice(odd)}"])
+
+
+def test_odd_scripts_are_refused_without_a_traceback(tmp_path: Path) -> None:
+    generator = random.Random(7)
+    for _ in range(200):
+        at, length = generator.randrange(len(SCRIPT)), generator.randrange(1, 40)
+        noise = "".join(generator.choice("${}()[]'\"\\;|&<>#\n a=1") for _ in range(generator.randrange(6)))
+        with contextlib.suppress(ConfigError):
+            read_script(script(tmp_path, SCRIPT[:at] + noise + SCRIPT[at + length :]), {"HOME": "/h"})

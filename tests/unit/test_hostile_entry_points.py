@@ -1,0 +1,396 @@
+"""Every place where a stranger's bytes enter an event loop: hostile ones never hold it up for long, and leave nothing.
+
+Servers are asked on every route that their code has: a route without hostile bodies here fails. What comes in another
+way has a row in `REPLIES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+from starlette.routing import Mount, Route
+
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.errors import ToolUnavailableError
+from rayapp.core.types import Group, RequestId, SamplingParams
+from rayapp.driver.routing import AnyServer
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.environments.openenv import OpenEnvScene
+from rayapp.rollout.external_agent import _answer_in
+from rayapp.rollout.external_program import remove_folder
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.listening import bound
+from rayapp.rollout.gateway.open_server import OpenDoor, open_application, open_to_all
+from rayapp.rollout.gateway.server import Gateway
+from rayapp.rollout.gateway.session import SessionLimits
+from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.server import make_app
+from rayapp.runs.view.source import open_source
+from rayapp.sandbox.mcp_server.app import _application, serving
+from rayapp.sandbox.mcp_server.tools import ServerLimits
+from rayapp.tasks.code.conditions import holds as condition_holds
+from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
+from rayapp.tasks.text_process import holds
+from rayapp.testing.engine import ScriptedEngine
+from support.event_loop import nothing_holds_the_loop
+from support.hermes import HermesParser
+from support.runs import hostile_group
+
+LOOP_HOLD_S = 0.3
+"""For which one stranger may keep all others waiting."""
+MAX_GROWTH_MIB = 24
+"""Of the process, over rounds of the same attack after the first."""
+NUM_ROUNDS, NUM_AT_ONCE, NUM_TRIES = 2, 3, 4
+HALF = "\ud83d"
+
+
+async def _attack_once(once: Callable[[], Awaitable[object]], num_at_once: int) -> None:
+    """Make one attack several times at once; try again where the loop was held up, but not by the attack.
+
+    On a busy machine the threads of this process compute while the system lets the loop's thread wait. What holds the
+    loop up does so in every try.
+    """
+    for tries_left in reversed(range(NUM_TRIES)):
+        try:
+            async with nothing_holds_the_loop(LOOP_HOLD_S, time.process_time, doing=repr(once)[:500]):
+                await asyncio.gather(*(once() for _ in range(num_at_once)))
+            return
+        except AssertionError:
+            if not tries_left:
+                raise
+
+
+def used_mib() -> float:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return float(psutil.Process(os.getpid()).memory_info().rss) / (1 << 20)
+
+
+async def attack(attacks: Sequence[Callable[[], Awaitable[object]]], *, num_at_once: int = NUM_AT_ONCE) -> None:
+    """Make each attack several times at once, in rounds."""
+    used = list[float]()
+    for _ in range(NUM_ROUNDS):
+        for once in attacks:
+            await _attack_once(once, num_at_once)
+        used.append(used_mib())
+    assert used[-1] - used[0] < MAX_GROWTH_MIB
+
+
+# Bodies ------------------------------------------------------------------------------------------------------------
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def saying(*said: str, **fields: Any) -> bytes:
+    return body(messages=[{"role": "user", "content": text} for text in said], **fields)
+
+
+JSON_BOMBS = (
+    b"[" * 2_000_000,
+    b'{"a":' * 400_000,
+    b"[" + b"[]," * 600_000 + b"[]]",
+    b'{"a": ' + b"1" * 2_000_000 + b"}",
+    body(**{f"field_{i}": i for i in range(100_000)}),
+    b"\xff" * 2_000_000,
+)
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"properties": {"x": DEEP}, "type": "object"}
+TOOLS = [{"name": f"t{i}", "description": "d" * 3000, "properties": [1]} for i in range(1000)]
+MESSAGES = (
+    *JSON_BOMBS,
+    saying("word " * 800_000),
+    saying("<|im_start|" * 300_000),
+    saying(*[""] * 100_000),
+    saying(*["hi", HALF] * 1000),
+    saying("hi", stop=["x" * 100] * 30_000, stop_sequences=["x" * 100] * 30_000),
+    saying("hi", tools=[{"type": "function", "function": each, "name": "x", "input_schema": DEEP} for each in TOOLS]),
+    saying("hi", tools=[{"type": "function", "function": {"name": "x", "parameters": DEEP}}]),
+    saying("hi", tool_choice={"type": "tool", "name": "x" * 1_000_000}, response_format={"type": HALF}),
+    body(
+        messages=[
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "[" * 900_000}}] * 3,
+            },
+            {"role": "user", "content": "go on"},
+        ]
+    ),
+)
+INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
+QUERIES = (
+    "",
+    "?q=" + "(a%2B)%2B" * 500,
+    "?q=" + "a" * 60_000,
+    *(f"?step=1&group=0&index={one}&other_step=1&other_group=0&other_index={one + 1}" for one in (0, 2)),
+)
+BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
+    "gateway": {
+        "/{session}/v1/chat/completions": MESSAGES,
+        "/{session}/v1/responses": INPUTS,
+        "/{session}/v1/messages": MESSAGES,
+        "/{session}/v1/messages/count_tokens": MESSAGES[6:9],
+        "/{session}/v1/models": QUERIES,
+        "/{session}/v1/models/{model}": QUERIES,
+    },
+    "serve": {
+        "/v1/chat/completions": MESSAGES,
+        "/v1/responses": INPUTS[6:],
+        "/v1/messages": MESSAGES[6:],
+        "/v1/messages/count_tokens": MESSAGES[6:9],
+        "/v1/models": QUERIES,
+        "/v1/models/{model}": QUERIES,
+        "/metrics": QUERIES,
+        "/health": QUERIES,
+    },
+    "mcp": {"/mcp": JSON_BOMBS, "/health": QUERIES},
+    "view": {
+        "/": QUERIES,
+        "/static": QUERIES,
+        **{
+            f"/api/runs{rest}": QUERIES
+            for rest in (
+                "",
+                *(
+                    f"/{{run}}/{name}"
+                    for name in ("config", "panels", "facets", "groups", "group", "trajectory", "diff")
+                ),
+            )
+        },
+    },
+}
+
+
+# Servers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """A server."""
+
+    routes: set[str]
+    ask: Callable[[str, bytes | str], Awaitable[object]]
+    """Path of a route, and a body or a query."""
+
+
+async def ask(url: str, headers: Mapping[str, str], path: str, given: bytes | str) -> None:
+    """Ask as a hostile program may: in few calls, so that our own loop computes little for it."""
+    server = urlsplit(url)
+    reader, writer = await asyncio.open_connection(server.hostname, server.port)
+    path, method = (path, "POST") if isinstance(given, bytes) else (path + given, "GET")
+    sent = given if isinstance(given, bytes) else b""
+    told = {"host": "127.0.0.1", "connection": "close", "content-length": str(len(sent)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with suppress(ConnectionError):
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + sent)
+        await writer.drain()
+        assert await reader.read(1 << 20)
+    writer.close()
+
+
+def formats(tokenizer: Any) -> Formats:
+    template = load_template("chatml_hermes")
+    return Formats(tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
+
+
+def engine(tokenizer: Any) -> ScriptedEngine:
+    return ScriptedEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.decode,
+        lambda name, ids: "yes",
+        end_id=tokenizer.eos_token_id,
+    )
+
+
+def aiohttp_routes(app: Any) -> set[str]:
+    return {resource.canonical for resource in app.router.resources()}
+
+
+@asynccontextmanager
+async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    served = Gateway(formats(tokenizer))
+    await served.start()
+    limits = SessionLimits(max_tokens=32_768, max_turns=20)
+    try:
+        with served.session(
+            engine=engine(tokenizer),
+            sampling=SamplingParams(max_tokens=9),
+            limits=limits,
+            request_id=RequestId("group", 0),
+        ) as session:
+            headers = {"x-api-key": session.key}
+
+            async def asked(path: str, given: bytes | str) -> None:
+                await ask(served.url, headers, path.format(session=session.id, model="m" * 3000), given)
+                # Nothing of it fails the trajectory.
+                assert not session.trouble.done()
+
+            yield Asked(aiohttp_routes(served._listening._runner.app), asked)
+    finally:
+        await served.close()
+
+
+@asynccontextmanager
+async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    door = OpenDoor(formats(tokenizer), engine(tokenizer), 9, 1.0, "k")
+    opened = open_to_all(
+        formats(tokenizer),
+        AnyServer([engine(tokenizer)]),
+        model="m",
+        max_tokens=32_768,
+        key="k",
+        sockets=bound("127.0.0.1", 0),
+    )
+    async with opened as url:
+
+        async def asked(path: str, given: bytes | str) -> None:
+            await ask(url, {"x-api-key": "k"}, path.format(model="m" * 3000), given)
+
+        yield Asked(aiohttp_routes(open_application(door, "m")), asked)
+
+
+@asynccontextmanager
+async def mcp(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    async with serving(SandboxConfig(providers=(LocalConfig(max_sandboxes=1),)), api_key="k") as url:
+        headers = {
+            "e2b-api-key": "k",
+            "content-type": "application/json",
+            "accept": "application/json, text/event-stream",
+        }
+        app: Any = _application(None, ServerLimits(), None, "127.0.0.1")  # type: ignore[arg-type]
+        yield Asked({each.path for each in app.routes}, partial(ask, url, headers))
+
+
+def _degenerate(group: Group) -> Group:
+    """With completions that are costly to compare line by line, and word by word."""
+    texts = ("a\nb\n" * 750, "b\na\na\n" * 500, "\n".join(["x y " * 250] * 700), "\n".join(["y x x " * 160] * 700))
+    changed = [replace(each, completion_text=text) for each, text in zip(group.trajectories, texts, strict=False)]
+    return replace(group, trajectories=(*changed, *group.trajectories[len(changed) :]))
+
+
+@asynccontextmanager
+async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    (folder / "trajectories").mkdir()
+    write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [_degenerate(hostile_group(0))])
+    viewed = ViewedRun(open_source(str(folder)))
+    viewed.refresh()
+    app = make_app([viewed])
+    inner: Any = app._app  # type: ignore[attr-defined]
+    routes = {each.path_format if isinstance(each, Route) else each.path for each in inner.routes}
+    assert all(isinstance(each, Route | Mount) for each in inner.routes)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8088") as browser:
+
+        async def asked(path: str, given: bytes | str) -> None:
+            await browser.get(path.format(run=0) + str(given))
+
+        yield Asked(routes, asked)
+
+
+SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
+    "gateway": gateway,
+    "serve": serve,
+    "mcp": mcp,
+    "view": view,
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_no_body_and_no_query_holds_a_server_up_or_fills_it(
+    server: str, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    async with SERVERS[server](chat_tokenizer, tmp_path) as asked:
+        assert asked.routes == BODIES[server].keys()  # A new route needs hostile bodies of its own.
+        for path, bodies in BODIES[server].items():
+            await attack([partial(asked.ask, path, given) for given in bodies])
+
+
+# What comes in another way -----------------------------------------------------------------------------------------
+
+
+async def _tool_results(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer, (), template=load_template("chatml_hermes"))
+    for text in ("<|im_end|>" * 3000, "<" * 30_000, HALF * 30_000):
+        with suppress(Exception):
+            chat.suffix_ids([1], [text])
+
+
+async def _conditions(tokenizer: Any) -> None:
+    for source in ("f(1) == sum([[0]*1000]*3000, [])", "f(1) == 'a' * 10**9", "f(1) == [0] * 10**8 + [1]"):
+        with suppress(Exception):
+            await holds(partial(condition_holds, source, frozenset({"f"})), [1])
+
+
+async def _hidden_tests(tokenizer: Any) -> None:
+    source = (
+        "import pytest\nfrom m import f\n"
+        "def test_f():\n    with pytest.raises(ValueError, match='expected .* items, got .*'):\n        f(1)\n"
+    )
+    (test,) = read_hidden_tests("test_m.py", source)
+    for value in (["ValueError", "expected " + "a" * 900_000], "x" * 900_000, [[0] * 100_000] * 3):
+        with suppress(Exception):
+            await holds(partial(all_hold, test.conditions), [value])
+
+
+async def _environment(tokenizer: Any) -> None:
+    nobody: Any = None
+    environment: Any = SimpleNamespace(url="http://it")
+    scene = OpenEnvScene(session=nobody, environment=environment, takes_calls=False)
+    for text in ("[" * 2_000_000, '{"data": {"observation": ' + "[" * 900_000, json.dumps({"data": [0] * 500_000})):
+        with pytest.raises(ToolUnavailableError):
+            scene._read(text)
+
+
+async def _answer_files(tokenizer: Any) -> None:
+    for leave in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.touch()):
+        folder = Path(tempfile.mkdtemp())
+        leave(folder / "answer")
+        assert await asyncio.to_thread(_answer_in, folder / "answer") == ""
+        await asyncio.to_thread(_fill, folder)
+        await asyncio.to_thread(remove_folder, folder)
+
+
+def _fill(folder: Path) -> None:
+    """Leave what an agent's `mkdir d; cd d` in a loop leaves: names too long for any path."""
+    start = os.open(folder, os.O_RDONLY)
+    inner = start
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+
+
+REPLIES: dict[str, Callable[[Any], Awaitable[None]]] = {
+    "results of tools in a prompt": _tool_results,
+    "conditions of rows": _conditions,
+    "reports of hidden tests": _hidden_tests,
+    "replies of an environment": _environment,
+    "answer files and folders of agents": _answer_files,
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_tokenizer: Any) -> None:
+    await attack([partial(REPLIES[reply], chat_tokenizer)], num_at_once=1)
