@@ -50,9 +50,9 @@ from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
 from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
-from support.event_loop import nothing_holds_the_loop
 from support.hermes import HermesParser
 from support.runs import hostile_group
+from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.3
 """For which one stranger may keep all others waiting."""

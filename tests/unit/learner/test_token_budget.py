@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from rayapp.learner.memory.token_budget import (
 from rayapp.learner.shares import Share
 from rayapp.learner.step import PolicyLearner
 from support.learners import learner_alone, sampled, save_llama
+from support.timing import takes_at_most_s
 
 MIB = 2**20
 MAX_PLAN_ERROR = 0.10
@@ -192,14 +192,8 @@ def test_probes_take_a_moment_and_leave_nothing_behind(deep_model: Path) -> None
             assert meter.marks[0] < 64 * 1024
         # The same however often it is asked: nothing of an earlier probe is in a later one.
         assert measure_need(config, ranks, learner.model).of(10_000) == first.of(10_000)
-        assert process_time_of(lambda: measure_need(config, ranks, learner.model)) < 20.0
-
-
-def process_time_of(action: Callable[[], object]) -> float:
-    """Seconds of the processor, which other jobs on the machine don't change."""
-    started = time.process_time()
-    action()
-    return time.process_time() - started
+        with takes_at_most_s(20, time.process_time):
+            measure_need(config, ranks, learner.model)
 
 
 def test_the_meter_counts_what_is_alive_at_once() -> None:

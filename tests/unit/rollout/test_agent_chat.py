@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.text import Neutralizer, frame
 from rayapp.tools.base import ToolSchema
+from support.timing import takes_at_most_s
 
 TOOL = ToolSchema(name="echo", description="Says it again.")
 CHATML = (
@@ -209,11 +209,9 @@ def test_a_template_that_looks_into_results_is_asked_about_each(look: str) -> No
 
 def test_a_thousand_control_tokens_that_begin_alike_cost_no_time() -> None:
     neutralize = Neutralizer(f"<unused{number}>" for number in range(6000))
-    started = time.process_time()
 
-    assert neutralize("<" * 100_000 + "<unused7>").endswith("<< unused7>")
-
-    assert time.process_time() - started < 4.0
+    with takes_at_most_s(4):
+        assert neutralize("<" * 100_000 + "<unused7>").endswith("<< unused7>")
 
 
 def test_shipped_template_writes_tools_calls_and_results(chat_tokenizer: Any) -> None:

@@ -31,8 +31,8 @@ from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
-from support.event_loop import nothing_holds_the_loop
 from support.hermes import HermesParser
+from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.2
 """Of processor time, for which one text may keep all other trajectories of a worker waiting."""
