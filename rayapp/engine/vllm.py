@@ -131,7 +131,7 @@ class VllmEngine:
                 # A cohort does not wait for the gate: which requests share a batch must not depend on the cache.
                 with self._gate.passing():
                     return await self._sample(request, cohort_size)
-            async with self._gate.seat(request_id):
+            async with self._gate.enter(request_id):
                 return await self._sample(request, 1)
 
     async def _sample(self, request: Request, cohort_size: int) -> Completion:
