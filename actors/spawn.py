@@ -81,22 +81,22 @@ class GpuShare:
     num_gpus: float = 0.0
     """GPUs reserved for this actor alone."""
     visible_devices: str = ""
-    """Ids of GPUs that it shares with their owners; only without num_gpus."""
+    """Ids of the GPUs that it shares with their owners; only if num_gpus is 0."""
 
 
 ANYWHERE = GpuShare()
 
 
 def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE) -> Any:
-    """Start one actor and return its Ray handle at once; the constructor runs over there.
+    """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
 
     Args:
-        role: a key of ROLES, or one that is not among them.
+        role: a key of ROLES, or a role that is not in ROLES.
         name: its name in the dashboard, unique in the namespace.
         args: arguments of the constructor.
         share: the GPUs that the actor gets (`actors.placement`).
     Raises:
-        ConfigError: another run of this name goes on.
+        ConfigError: another run of this name is in progress.
     """
     spec = ROLES[role] if isinstance(role, str) else role
     options: dict[str, Any] = {
