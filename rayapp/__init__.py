@@ -4,15 +4,10 @@ offers.
     import rayapp
     run = rayapp.train("configs/coding_cpu.yaml", {"train.num_steps": 20})
 
-Everything is loaded at its first use: importing this module loads neither torch nor Ray. A few modules can still be
-imported by their old names, as users' tasks and tools do.
+Everything is loaded at its first use: importing this module loads neither torch nor Ray.
 """
 
-import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rayapp.core.version import __version__
@@ -71,31 +66,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-MOVED = {
-    "rayapp.types": "rayapp.core.types",
-    "rayapp.errors": "rayapp.core.errors",
-    "rayapp.protocols": "rayapp.core.protocols",
-    "rayapp.tracking": "rayapp.runs.tracking",
-    "rayapp.tracking.trajectories": "rayapp.runs.trajectories",
-}
-
-
-class _OldNames:
-    """Import finder that maps a module's old name to the same module object, so that its classes are the same too."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in MOVED else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The import system returns the module that is in sys.modules after this call.
-        sys.modules[module.__name__] = import_module(MOVED[module.__name__])
-
-
-sys.meta_path.append(_OldNames())

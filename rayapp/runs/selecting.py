@@ -20,8 +20,8 @@ from rayapp.core.errors import InputError
 from rayapp.core.files import aside
 from rayapp.runs.trajectories import SCHEMA
 
-READ = ("step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask",
-        "forks")  # fmt: skip
+READ = ["step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask",
+        "forks"]  # fmt: skip
 WRITTEN = pa.schema([SCHEMA.field(name) for name in READ if name != "valid"])
 BATCH_ROWS = 1024
 
@@ -100,9 +100,6 @@ def _chosen(files: list[Path], selection: Selection, count: Selected) -> Iterato
 def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
         try:
-            names = set(pq.read_schema(file).names)
-            for row in pq.read_table(file, columns=[name for name in READ if name in names]).to_pylist():
-                # Files from before external agents have no such column.
-                yield {"forks": []} | row
+            yield from pq.read_table(file, columns=READ).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from error

@@ -236,10 +236,18 @@ def read_groups(path: Path | str, files: Any = None) -> list[Group]:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is not a readable parquet file: {error}") from None
-    found = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
-    if found != SCHEMA_VERSION:
-        raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
+    if fault := schema_fault(table.schema):
+        raise InputError(f"{path} {fault}")
     return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]
+
+
+def schema_fault(schema: Any) -> str:
+    """Return why this version can't read a file with this arrow schema; empty if it can."""
+    found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
+    if found != SCHEMA_VERSION:
+        return f"has trajectory schema {found}, and this version reads {SCHEMA_VERSION}"
+    missing = [name for name in SCHEMA.names if name not in schema.names]
+    return f"was written by an older rayapp: it has no column {', '.join(missing)}" if missing else ""
 
 
 def _group(rows: list[dict[str, Any]]) -> Group:
@@ -250,11 +258,10 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         token_ids=np.array(first["token_ids"][: first["num_prompt_tokens"]], np.int32),
         prefill=first["prefill"],
         stop=tuple(first["stop"]),
-        # Files from before sources have no such column.
-        source=first.get("source") or "",
-        messages=tuple(json.loads(first.get("messages") or "[]")),
-        ground_truth=json.loads(first.get("ground_truth") or "null"),
-        extra_info=json.loads(first.get("extra_info") or "{}"),
+        source=first["source"],
+        messages=tuple(json.loads(first["messages"])),
+        ground_truth=json.loads(first["ground_truth"]),
+        extra_info=json.loads(first["extra_info"]),
     )
     return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
 
@@ -280,21 +287,17 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         max_policy_version=row["max_policy_version"],
         num_turns=row["num_turns"],
         time_generate_s=row["time_generate_s"],
-        # Files from before tools have no such column.
-        turns=tuple(_turn(turn) for turn in row.get("turns") or ()),
-        # Files from before external agents have neither of these.
-        forks=tuple(Fork(**fork) for fork in row.get("forks") or ()),
-        agent_output=row.get("agent_output") or "",
-        routed_experts=_experts(row.get("routed_experts")),
+        turns=tuple(_turn(turn) for turn in row["turns"]),
+        forks=tuple(Fork(**fork) for fork in row["forks"]),
+        agent_output=row["agent_output"],
+        routed_experts=_experts(row["routed_experts"]),
     )
 
 
 def _turn(record: dict[str, Any]) -> TurnRecord:
-    # Files from before weights could change within a turn have no spans.
-    spans = tuple(VersionSpan(**span) for span in record.get("version_spans") or ())
+    spans = tuple(VersionSpan(**span) for span in record["version_spans"])
     return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"]), "version_spans": spans})
 
 
 def _call(record: dict[str, Any]) -> CallRecord:
-    # Files from before executions were recorded have no such field.
-    return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record.get("execs") or ())})
+    return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record["execs"])})

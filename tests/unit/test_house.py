@@ -164,21 +164,6 @@ def test_the_product_imports_no_generator_and_no_test() -> None:
     assert importers("scripts", "tests", "benchmarks") == []
 
 
-def test_old_names_that_users_files_import_are_the_new_modules() -> None:
-    program = (
-        "import rayapp.core.types, rayapp.runs.trajectories\n"
-        "from rayapp.types import Reward\n"
-        "from rayapp.errors import RayappError\n"
-        "from rayapp.protocols import Task\n"
-        "from rayapp.tracking.trajectories import read_groups\n"
-        "import rayapp.types\n"
-        "assert rayapp.types is rayapp.core.types and Reward is rayapp.core.types.Reward\n"
-        "assert read_groups is rayapp.runs.trajectories.read_groups\n"
-    )
-
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
 def test_help_and_config_show_load_neither_torch_nor_ray() -> None:
     program = (
         "import sys\n"

@@ -218,11 +218,11 @@ MAX_TRAJECTORIES = 256
 _GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
-"""Optional column: positions of tokens that don't continue the ones before them."""
+"""Column of the positions of tokens that don't continue the ones before them."""
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
-"""Optional column for colouring tokens by the difference between engine and learner."""
+"""Column, or null, for colouring tokens by the difference between engine and learner."""
 
 
 def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, Any]]:
@@ -231,7 +231,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
     Raises:
         InputError: there is no such group, or its file can't be read.
     """
-    rows = _read(source, step, group_id, [], (*_GROUP_COLUMNS, "num_response_tokens"))
+    rows = _read(source, step, group_id, [], _GROUP_COLUMNS)
     if not rows:
         raise InputError(f"step {step} has no group {group_id}")
     return [_cut_row(row) for row in sorted(rows, key=lambda row: row["index"])[:MAX_TRAJECTORIES]]
@@ -245,13 +245,13 @@ def read_trajectory(
     Raises:
         InputError: there is no such trajectory, or its file can't be read.
     """
-    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, "num_response_tokens")
+    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS)
     rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
     row = rows[0]
-    tokens = {name: row.pop(name, None) for name in (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS)}
-    recorded = [_cut_turn(turn) for turn in row.pop(RECORDED_TURNS, None) or []]
+    tokens = {name: row.pop(name) for name in (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS)}
+    recorded = [_cut_turn(turn) for turn in row.pop(RECORDED_TURNS)]
     turns = turns_of(tokens, tokenizer) if tokenizer is not None else untokenized(row, recorded)
     calls_at = {turn["start"]: turn["calls"] for turn in recorded}
     for turn in turns:
@@ -271,9 +271,9 @@ def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any
     """
     ids = tokens["token_ids"][:MAX_TOKENS]
     texts = token_texts(tokenizer, ids)
-    learner = tokens.get(LEARNER_LOG_PROBS)
+    learner = tokens[LEARNER_LOG_PROBS]
     turns: list[dict[str, Any]] = []
-    starts = [fork["start"] for fork in tokens.get(FORKS) or []]
+    starts = [fork["start"] for fork in tokens[FORKS]]
 
     def stretch_of(position: int) -> tuple[bool, int]:
         return bool(tokens["response_mask"][position]), bisect_right(starts, position)
@@ -304,7 +304,7 @@ def untokenized(row: dict[str, Any], recorded: list[dict[str, Any]]) -> list[dic
             "kind": "sampled",
             "text": turn["text"],
             "first_token": turn["start"],
-            "num_tokens": turn["end"] - turn["start"] if turn["end"] is not None else row.get("num_response_tokens"),
+            "num_tokens": turn["end"] - turn["start"] if turn["end"] is not None else row["num_response_tokens"],
         }
         for turn in recorded or [single]
     ]
@@ -337,10 +337,8 @@ def _read(
     filters = [("group_id", "=", recorded_id), *filters]
     path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"
     try:
-        names = set(pq.read_schema(path, filesystem=source.files).names)
-        wanted = [column for column in columns if column in names]
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
-        table = pq.read_table(path, filesystem=source.files, columns=wanted, filters=filters, partitioning=None)
+        table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)
     except FileNotFoundError:
         raise InputError(f"step {step} has no trajectories here") from None
     except (OSError, pa.ArrowException) as error:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayapp.runs.trajectories import SCHEMA_VERSION, VERSION_KEY
+from rayapp.runs.trajectories import schema_fault
 from rayapp.runs.view.source import SCALARS, RunSource, StepFile, shown_id
 
 MAX_FILES_PER_REFRESH = 64
@@ -37,7 +37,7 @@ FIRST_ROWS = 4096
 """Rows of the first batch: enough for a first page, read before the address is printed."""
 _PREVIEW_CHARS = 800
 """Characters kept from a prompt's end, where the user's request is."""
-_COLUMNS = ("step", "group_id", *SCALARS)
+_COLUMNS = ("step", "group_id", "source", *SCALARS)
 
 _CREATE = """
 create table groups (
@@ -181,17 +181,7 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
         ValueError: another schema version, or a column is missing.
     """
     with source.files.open_input_file(file.path) as handle:
-        parquet = pq.ParquetFile(handle, read_dictionary=["prompt", "task"])
-        check_schema(parquet.schema_arrow)
-        names = parquet.schema_arrow.names
-        counted, sourced = "num_response_tokens" in names, "source" in names
-        optional = ["num_response_tokens" if counted else "response_mask", *(["source"] * sourced)]
-        table = parquet.read([*_COLUMNS, *optional])
-    if not sourced:
-        table = table.append_column("source", pa.array([""] * table.num_rows))
-    if not counted:
-        lengths = _true_counts(table["response_mask"].combine_chunks())
-        table = table.drop_columns("response_mask").append_column("num_response_tokens", lengths)
+        table = _opened(handle, read_dictionary=["prompt", "task"]).read(_COLUMNS)
     terms = table["reward_terms"]
     for column, term in {
         "pass_rate": "pass_rate",
@@ -205,25 +195,15 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
     if file.purpose == "eval":
         shown = pc.subtract(-1, table["group_id"]).cast(pa.int64())
         table = table.set_column(table.column_names.index("group_id"), "group_id", shown)
-    # Tables are concatenated, and versions order the columns differently.
-    return table.select(sorted(table.column_names))
+    return table
 
 
-def check_schema(schema: Any) -> None:
-    """Check that this version can read the file. Raises ValueError."""
-    found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
-    if found != SCHEMA_VERSION:
-        raise ValueError(f"trajectory schema {found}, and this version reads {SCHEMA_VERSION}; use a newer rayapp")
-    missing = [name for name in _COLUMNS if name not in schema.names]
-    if missing:
-        raise ValueError(f"columns are missing: {', '.join(missing)}")
-
-
-def _true_counts(masks: Any) -> Any:
-    """Return (rows,) the number of true values in each list; older files have no such column."""
-    parents = pc.list_parent_indices(masks).filter(pc.list_flatten(masks))
-    counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(parents).to_pylist()}
-    return pa.array([counts.get(row, 0) for row in range(len(masks))], pa.int32())
+def _opened(handle: Any, **options: Any) -> pq.ParquetFile:
+    """Open a file of trajectories. Raises ValueError if this version can't read it."""
+    parquet = pq.ParquetFile(handle, **options)
+    if fault := schema_fault(parquet.schema_arrow):
+        raise ValueError(f"it {fault}")
+    return parquet
 
 
 BUDGET_S = 4.0
@@ -288,13 +268,8 @@ class TextSearch:
 def read_texts(source: RunSource, file: StepFile) -> Any:
     """Return all texts of a step: a row per trajectory, and one per turn and tool result."""
     with source.files.open_input_file(file.path) as handle:
-        parquet = pq.ParquetFile(handle)
-        names = set(parquet.schema_arrow.names)
-        wanted = [name for name in ("group_id", *_TEXTS, "turns") if name in names]
-        table = parquet.read(wanted)
-    parts = [table.select([name for name in wanted if name != "turns"])]
-    if "turns" in names:
-        parts += _of_turns(table["group_id"], table["turns"].combine_chunks())
+        table = _opened(handle).read(["group_id", *_TEXTS, "turns"])
+    parts = [table.drop_columns("turns"), *_of_turns(table["group_id"], table["turns"].combine_chunks())]
     return pa.concat_tables(parts, promote_options="default")
 
 

@@ -32,6 +32,7 @@ SCALARS = (
     "failure_kind",
     "status",
     "num_prompt_tokens",
+    "num_response_tokens",
     "num_turns",
     "min_policy_version",
     "max_policy_version",

@@ -104,13 +104,15 @@ def test_groups_come_back_exactly_as_they_were_written(
     assert list(path.parent.iterdir()) == [path]  # nothing half-written beside it
 
 
-def test_a_file_of_a_version_without_sources_is_read(tmp_path: Path) -> None:
+def test_a_file_without_one_of_the_columns_is_refused_by_its_name(tmp_path: Path) -> None:
     prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32), source="code")
     path, before = tmp_path / "step=000001.parquet", tmp_path / "before.parquet"
     write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(sampled(np.array([1, 2]), 1),))])
     pq.write_table(pq.read_table(path).drop_columns(["source"]), before)
 
-    assert [read_groups(file)[0].prompt.source for file in (path, before)] == ["code", ""]
+    assert read_groups(path)[0].prompt.source == "code"
+    with pytest.raises(InputError, match=r"before.parquet was written by an older rayapp: it has no column source"):
+        read_groups(before)
 
 
 def test_whatever_a_policy_wrote_and_a_reward_function_returned_can_be_stored(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_file_of_another_schema_is_refused_by_its_version(tmp_path: Path) -> N
     path = tmp_path / "other.parquet"
     pq.write_table(pa.table({"step": [1]}), path)
 
-    with pytest.raises(InputError, match="has trajectory schema none, this version reads 1"):
+    with pytest.raises(InputError, match="has trajectory schema none, and this version reads 1"):
         read_groups(path)
 
 

@@ -78,10 +78,8 @@ def found(index: GroupIndex, **asked: str) -> list[int]:
     return [row["group_id"] for row in find_groups(index, GroupFilter.parse(asked), Page.parse(asked))["rows"]]
 
 
-def test_groups_of_one_source_are_found_beside_files_of_versions_without_any(run: Path) -> None:
+def test_groups_of_one_source_are_found_beside_groups_without_any(run: Path) -> None:
     steps = run / "trajectories"
-    whole = pq.read_table(steps / "step=000001.parquet")
-    pq.write_table(whole.drop_columns(["source"]), steps / "step=000001.parquet")
     of_code = replace(group(4, trajectory(1.0)), prompt=replace(group(4).prompt, source="code"))
     write_trajectories(steps / "step=000003.parquet", 3, [of_code, group(5, trajectory(0.0))])
     index = index_of(run)
@@ -200,13 +198,14 @@ def test_a_file_of_a_later_schema_is_told_apart(run: Path) -> None:
     assert "trajectory schema 99, and this version reads 1" in index_of(run).progress().problems[0]
 
 
-def test_files_of_older_versions_have_their_sampled_tokens_counted(run: Path) -> None:
-    import pyarrow.parquet as pq
-
+def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_others_are_shown(run: Path) -> None:
     file = run / "trajectories" / "step=000002.parquet"
-    pq.write_table(pq.read_table(file, partitioning=None).drop_columns("num_response_tokens"), file)
+    pq.write_table(pq.read_table(file, partitioning=None).drop_columns("turns"), file)
+    index = index_of(run)
 
-    assert find_groups(index_of(run), GroupFilter(step_min=2), Page())["rows"][0]["response_tokens_mean"] == 2.0
+    assert sorted(found(index)) == [0, 1]
+    assert "was written by an older rayapp: it has no column turns" in index.progress().problems[0]
+    assert TextSearch(open_source(str(run))).find("sum it").groups == ("1:1",)
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
@@ -307,7 +306,13 @@ def test_the_texts_of_tokens_join_to_the_text_of_all(ids: list[int]) -> None:
 
 def test_turns_are_stretches_of_the_mask() -> None:
     mask = [False, False, True, True, False, True]
-    tokens = {"token_ids": [3, 4, 5, 6, 7, 8], "response_mask": mask, "rollout_log_probs": [0, 0, -1.0, -2.0, 0, -3.0]}
+    tokens = {
+        "token_ids": [3, 4, 5, 6, 7, 8],
+        "response_mask": mask,
+        "rollout_log_probs": [0, 0, -1.0, -2.0, 0, -3.0],
+        "learner_log_probs": None,
+        "forks": [],
+    }
 
     turns = turns_of(tokens, Letters())
 
@@ -325,6 +330,7 @@ def test_turns_that_were_sampled_after_the_same_prompt_are_shown_apart() -> None
         "token_ids": [3, 4, 5, 6],
         "response_mask": [False, True, True, True],
         "rollout_log_probs": [0, -1.0, -2.0, -3.0],
+        "learner_log_probs": None,
         "forks": [{"start": 2, "after": 0}],
     }
 
