@@ -139,5 +139,5 @@ def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
         return None
     sample = chat.sample_call()
     if sample is None:
-        log.warning("the chat template writes no calls, so nothing tells whether the tool parser %s fits", parser)
+        log.warning("the chat template writes no calls, so the tool parser %s can't be checked", parser)
     return sample

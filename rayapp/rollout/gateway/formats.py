@@ -98,7 +98,7 @@ class Formats:
             chat = ChatFormat(self._tokenizer, told, template=self._template, name=self._model)
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
         except Exception as error:  # boundary: templates and parsers are programs that read an agent's tools
-            raise RefusedError("invalid", f"these tools can't be told to the policy: {error}") from error
+            raise RefusedError("invalid", f"these tools can't be put into the prompt: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
 

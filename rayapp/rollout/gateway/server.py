@@ -79,7 +79,9 @@ class Api:
                 if (name := request.match_info.get("model")) is None:
                     return web.json_response({"object": "list", "data": [self._model]})
                 if name != self._model["id"]:
-                    raise RefusedError("no_model", f"there is no model {name[:200]!r}, but {self._model['id']!r}")
+                    raise RefusedError(
+                        "no_model", f"there is no model {name[:200]!r}; the model is {self._model['id']!r}"
+                    )
                 return web.json_response(self._model)
         except RefusedError as refused:
             return _refusal(_CHAT, refused)

@@ -210,7 +210,7 @@ def test_a_trajectory_that_never_came_to_its_end_is_left_out(recorded: Path) -> 
 
 def test_steps_that_are_none_are_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rescore", str(recorded), "--steps", "last"]) == 2
-    assert "write a step or two with a dash" in capsys.readouterr().err
+    assert "write one step, or a first and a last step" in capsys.readouterr().err
     assert run(["rescore", str(recorded), "--steps", "7-9"]) == 2
     assert "recorded are: 1, 2" in capsys.readouterr().err
 

@@ -158,7 +158,7 @@ def test_a_run_is_judged_by_its_metrics(changes: dict[str, float], level: str, w
         ({}, ""),
         ({"log_prob_difference": 0.2}, "more than 0.05 from the learner's"),
         ({"log_prob_difference": float("nan")}, "more than 0.05 from the learner's"),
-        ({"freed_gib": -0.1}, "sleeping gave nothing back"),
+        ({"freed_gib": -0.1}, "sleep freed no memory"),
     ],
 )
 def test_an_engine_is_judged_by_its_log_probs_and_by_what_its_sleep_gives_back(

@@ -24,7 +24,7 @@ def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(
     monkeypatch: pytest.MonkeyPatch, device: str, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(LearnerError, match=r"to compute on a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
+    with pytest.raises(LearnerError, match=r"this learner needs a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
         learner_device(config(device))
 
 

@@ -466,7 +466,7 @@ def test_a_line_of_a_verifiers_process_that_is_no_answer_is_passed_over(caplog: 
     process = VerifiersProcess(environment)
     for line in (b"Traceback\n", b"[" * 100_000, b"[]", b'{"call": []}', b"7"):
         process._answer(line)
-    assert "wrote a line that is no answer: b'Traceback" in caplog.text
+    assert "wrote a line that is not an answer: b'Traceback" in caplog.text
 
 
 @pytest.fixture
