@@ -1,4 +1,4 @@
-"""What version the learners hold, and what becomes of them when one fails."""
+"""The version that the learners hold, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.learners import sampled
 
 
 class Rank:
-    """One learner, whose step ends when it may."""
+    """One learner, whose step ends when the test allows it."""
 
     name = "learner-0"
 

@@ -1,4 +1,4 @@
-"""Work that does not get on is noticed, whatever the process answers; idle time, slow work and long work are not."""
+"""Stalled work is noticed even if the process answers; idle time, slow work and long work are no stall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a learner computes, and through which interface ranks of several nodes find each other."""
+"""The device of a learner, and the interface through which ranks on several nodes find each other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_gloo_listens_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     use_interface_towards("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's choice stands
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's choice is kept
     use_interface_towards("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
