@@ -12,8 +12,9 @@ from rayapp.cli import main
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
-MODEL = """{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960,
- "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "tie_word_embeddings": true,
+MODEL = """{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536,
+ "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2,
+ "tie_word_embeddings": true,
  "vocab_size": 151936, "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-06}"""
 """What plan reads of Qwen2.5-1.5B, whose hub the tests can't reach."""
 
