@@ -146,6 +146,13 @@ class RolloutCorrectionSection(FrozenModel):
     """Granularity of the importance weights. none: measure the difference but don't correct it."""
     threshold: float = Field(2.0, gt=1.0)
     """Importance weights above this are truncated to it (TIS)."""
+    min_weight: float | None = Field(None, gt=0.0, lt=1.0)
+    """Weights below this and above `threshold` are set to 0 instead of being truncated (IcePop). None: truncate."""
+
+    @property
+    def bounds(self) -> float | str:
+        """Threshold in verl's notation: a number truncates, `lower_upper` sets weights outside to 0."""
+        return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
 class DynamicSamplingSection(FrozenModel):

@@ -154,13 +154,12 @@ def clip_ratio(key: str, value: Any, values: Values) -> Landing:
 
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
-    """verl takes two bounds too, as text: IcePop drops tokens outside of them."""
-    if isinstance(value, str) and "_" in value:
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: two bounds drop tokens outside of them, and here large weights are "
-            "truncated. Give the upper bound alone."
-        )
-    return Landing(settings={"algorithm.rollout_correction.threshold": float(value)})
+    """Take the upper bound of the weights, or `lower_upper`, outside of which verl sets them to 0 (IcePop)."""
+    lower, _, upper = str(value).rpartition("_")
+    settings = {"algorithm.rollout_correction.threshold": float(upper)}
+    if lower:
+        settings["algorithm.rollout_correction.min_weight"] = float(lower)
+    return Landing(settings=settings)
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:

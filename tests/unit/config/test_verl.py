@@ -221,7 +221,6 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("data.train_files=null", "data.train_files is not set"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
-        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "Give the upper bound alone"),
         ("actor_rollout_ref.actor.optim.lr=null", r"optim\.lr = None can't be imported"),
         ("trainer.save_freq=often", r"save_freq = 'often' can't be imported"),
     ],
@@ -330,6 +329,16 @@ def test_what_verl_tells_the_template_and_the_model_comes_over(seed_yaml: Path) 
 
     assert config.agent.chat_template_kwargs == {"enable_thinking": False}
     assert (config.model.max_position_embeddings, config.algorithm.kl_loss_type) == (32768, "k3+")
+
+
+@pytest.mark.parametrize(("threshold", "ours"), [("0.5_5.0", (0.5, 5.0)), ("2", (None, 2.0))])
+def test_two_bounds_drop_weights_outside_of_them_as_in_verl(
+    seed_yaml: Path, threshold: str, ours: tuple[float | None, float]
+) -> None:
+    section = "algorithm.rollout_correction"
+    found = imported(seed_yaml, f"{section}.rollout_is=token", f"{section}.rollout_is_threshold={threshold}")
+    correction = found.config.algorithm.rollout_correction
+    assert (correction.min_weight, correction.threshold) == ours
 
 
 @pytest.mark.parametrize(("assistant", "user", "ours"), [(5, 3, 4), (3, 16, 3), ("null", 8, 9), ("null", "null", 32)])

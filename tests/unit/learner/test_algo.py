@@ -283,6 +283,17 @@ def test_truncated_importance_weights_scale_the_gradient() -> None:
     np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
 
 
+def test_weights_outside_of_two_bounds_are_zero() -> None:
+    section = {"level": "token", "threshold": 2.0, "min_weight": 0.5}
+    algorithm = Config.model_validate({"algorithm": {"rollout_correction": section}}).algorithm
+    log_ratio = torch.log(torch.tensor([[0.4, 0.6, 1.9, 2.1]]))
+
+    weights = correction_weights(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), algorithm)
+
+    assert weights is not None
+    np.testing.assert_allclose(weights.numpy(), [[0.0, 0.6, 1.9, 0.0]], rtol=1e-6)
+
+
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss_type": ({}, {"loss_type": "reinforce"}),
     "rollout_rs": ({}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.99_1.01"}),
