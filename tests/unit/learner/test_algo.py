@@ -24,7 +24,14 @@ from rayapp.config.algorithm import (
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
-from rayapp.learner.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.losses import (
+    LossRows,
+    LossScale,
+    check_policy_loss,
+    correction_weights,
+    make_actor_config,
+    policy_loss,
+)
 from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
