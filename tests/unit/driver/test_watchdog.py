@@ -90,7 +90,7 @@ async def test_a_wait_that_fails_is_no_progress() -> None:
     with pytest.raises(ZeroDivisionError), dog.waiting("group 1", "rollout-worker-0"):
         _ = 1 / 0
 
-    assert dog.describe() == "Waiting: nobody. Last finished: the start."
+    assert dog.describe() == "Waiting: nothing. Last finished: the start."
 
 
 async def test_a_step_that_hangs_ends_although_a_step_is_not_interrupted_and_the_error_names_it() -> None:
