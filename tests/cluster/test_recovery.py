@@ -212,7 +212,7 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
     assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 1, "vllm-server-1": 1}, notes
     assert sum(record["weight_sync/servers_failed"] for record in records(config)) == 1.0
     stalled = next(note for note in notes if note.startswith("lost vllm-server-1"))
-    assert "requests it has in hand got on for" in stalled
+    assert "requests in progress advanced for" in stalled
     assert "recovery.stall_replace_s = 10" in stalled
 
 
@@ -228,8 +228,9 @@ async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_
         await middle_of_the_step_after(3, metrics)
         os.kill(int(living("vllm-server-0")["Pid"]), signal.SIGKILL)
 
+    # A step takes longer than to see it, look for the process and kill it on a busy machine.
     with pytest.raises(RestartsUsedUpError, match=r"vllm-server-0 was lost 1 times, and recovery.max_restarts is 0"):
-        await run_while(config, look_and_kill)
+        await run_while(config, look_and_kill, completion_s=2.5)
 
     with RunFolder.open(config) as folder:
         checkpoint = folder.checkpoints.latest()
@@ -260,7 +261,7 @@ async def test_a_learner_dies_and_then_a_whole_node_is_lost_and_all_go_on_from_t
 
     # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint. And the last step
     # takes longer than it takes to lose a node.
-    cluster, notes = await run_while(config, kill_a_learner_and_lose_its_node, completion_s=1.5)
+    cluster, notes = await run_while(config, kill_a_learner_and_lose_its_node, completion_s=2.5)
 
     # Servers and learners are packed on one node: all of them went with it, and with the groups in its memory.
     assert_whole(config)
