@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from rayapp.core.errors import ConfigError, UserError
 
+MAX_WAIT_S = 600.0
+"""Longest pause that a service may ask for: a nonsense header must not stop a run for days."""
+
 
 def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:
     """Return the key in an environment variable; empty if no variable is named.
@@ -24,6 +27,19 @@ def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> s
             "runtime_env), or name another variable in api_key_env"
         )
     return key
+
+
+def retry_after_s(text: str | None) -> float | None:
+    """Return the seconds that a Retry-After header asks for; None if it is unusable.
+
+    The header's other form, a date, is ignored: this machine's clock may be off.
+    """
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    # Comparisons with NaN are false, so NaN gives None as well.
+    return min(seconds, MAX_WAIT_S) if seconds >= 0 else None
 
 
 class TokenBucket:

@@ -373,11 +373,8 @@ class GroupSummary:
     reward_terms: dict[str, FloatArray]
     """Term -> (G,) values, NaN for trajectories without the term."""
     min_policy_version: int
-    max_policy_version: int
     time_generate_s: float
     """Seconds from admission to the last completion."""
-    time_score_s: float
-    """Sum of scoring times over trajectories."""
     time_total_s: float
     source: str = ""
     """Name of the run's source, as in `Prompt`."""

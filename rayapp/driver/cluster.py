@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.calls import answer
 from actors.group_calls import GroupCalls
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.handles import LearnerHandle, RolloutWorkerHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
@@ -86,14 +86,12 @@ class Cluster:
     """Handles of a run's actors, all ready. Only the handles of learners change when processes are replaced."""
 
     config: Config
-    pool: SandboxPoolHandle
     servers: tuple[VllmServerHandle, ...]
     learners: LearnerGroup
     rollout_workers: tuple[RolloutWorkerHandle, ...]
     weights: WeightSync
     supervisor: Supervisor
     router: Router
-    dashboard_url: str
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Ends these learners and starts new ones, with the model's own weights."""
     num_learner_restarts: int = 0
@@ -314,14 +312,12 @@ async def _start(
     supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
         config=config,
-        pool=pool,
         servers=servers,
         learners=learners,
         rollout_workers=workers,
         weights=weights,
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
-        dashboard_url=session.dashboard_url,
         start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
     )
     return cluster

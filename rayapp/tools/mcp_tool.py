@@ -20,9 +20,8 @@ from typing import Any
 import httpx2
 
 from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
-from rayapp.core.http import TokenBucket
+from rayapp.core.http import TokenBucket, retry_after_s
 from rayapp.core.types import ExecOutcome, ExecRecord
-from rayapp.sandbox.providers.errors import retry_after_s
 from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig

@@ -57,7 +57,7 @@ def step(timing: Scalars, groups: list[GroupSummary]) -> Scalars:
 
 
 def sandboxes(wait_s: float, num_waiting: int) -> Scalars:
-    stats = PoolStats(time.monotonic)
+    stats = PoolStats()
     stats.waited(wait_s, is_fallback=False)
     return stats.scalars(num_leased=8, num_waiting=num_waiting, sources=[])
 

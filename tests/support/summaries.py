@@ -31,9 +31,7 @@ def summary_of(rewards: Sequence[float] | FloatArray, **fields: Any) -> GroupSum
         "failure_kinds": ("",) * size,
         "reward_terms": {},
         "min_policy_version": 0,
-        "max_policy_version": 0,
         "time_generate_s": 0.0,
-        "time_score_s": 0.0,
         "time_total_s": 0.0,
     }
     return GroupSummary(**usual | fields)

@@ -88,7 +88,7 @@ class LeasePool:
     def __post_init__(self) -> None:
         if not self.sources:
             self.sources = (Supplier(Supply("local", max_sandboxes=self.max_leases, clock=self.clock)),)
-        self._stats = PoolStats(self.clock)
+        self._stats = PoolStats()
 
     async def acquire(
         self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None

@@ -129,18 +129,13 @@ _LAST_WAITS = 2048
 
 
 class PoolStats:
-    """Counts since the start, and the waits of the most recent callers.
+    """Counts since the start, and the waits of the most recent callers."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.num_granted = 0
         self.num_reclaimed = 0
         self._num_fallbacks = 0
         self._waits_s: deque[float] = deque(maxlen=_LAST_WAITS)
-        self._clock = clock
 
     def waited(self, seconds: float, *, is_fallback: bool) -> None:
         """Note that a caller got its lease after this many seconds."""

@@ -30,9 +30,10 @@ from rayapp.core.errors import (
     SandboxGoneError,
     SandboxProtocolError,
 )
+from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.errors import DAYTONA, error_of, retry_after_s
+from rayapp.sandbox.providers.errors import DAYTONA, error_of
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.remote import Sink, run_session
 from rayapp.sandbox.providers.service import ServiceProvider

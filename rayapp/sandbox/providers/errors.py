@@ -17,8 +17,6 @@ from rayapp.core.errors import (
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
 """Exceptions of an SDK that meets an unexpected answer. None of them is an SDK's own error type."""
-MAX_WAIT_S = 600.0
-"""Longest pause that a service may ask for: a nonsense header must not stop a run for days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +73,3 @@ def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float |
     if status in _HOPELESS:
         return SandboxConfigError(f"{text}. Check {wording.to_check}: trying again can't help")
     return SandboxUnavailableError(text) if status == 409 or status >= 500 else SandboxProtocolError(text)
-
-
-def retry_after_s(text: str | None) -> float | None:
-    """Return the seconds that a Retry-After header asks for; None if it is unusable.
-
-    The header's other form, a date, is ignored: this machine's clock may be off.
-    """
-    try:
-        seconds = float(text or "")
-    except ValueError:
-        return None
-    # Comparisons with NaN are false, so NaN gives None as well.
-    return min(seconds, MAX_WAIT_S) if seconds >= 0 else None

@@ -16,8 +16,7 @@ import aiohttp
 
 from rayapp.config.other_models import Endpoint, server_named
 from rayapp.core.errors import ConfigError
-from rayapp.core.http import TokenBucket, read_key
-from rayapp.sandbox.providers.errors import retry_after_s
+from rayapp.core.http import TokenBucket, read_key, retry_after_s
 from rayapp.tasks.custom_rewards import RewardFailedError
 
 MAX_ANSWER_BYTES = 4 << 20

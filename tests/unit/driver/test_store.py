@@ -14,12 +14,12 @@ from support.summaries import summary_of
 
 
 def summary(group_id: int, version: int) -> GroupSummary:
-    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version, max_policy_version=version)
+    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version)
 
 
 def refused(group_id: int) -> GroupSummary:
     """A group that `store` drops when it is finished."""
-    return summary_of([1.0, 1.0], group_id=group_id, min_policy_version=0, max_policy_version=0)
+    return summary_of([1.0, 1.0], group_id=group_id, min_policy_version=0)
 
 
 def store(*, groups_per_step: int = 2, max_staleness: int = 0, num_groups: int = 100) -> TrajectoryStore[int]:

@@ -17,7 +17,7 @@ NUM_STEPS = 6
 
 
 def summary(group_id: int, version: int) -> GroupSummary:
-    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version, max_policy_version=version)
+    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version)
 
 
 class Run:

@@ -37,9 +37,7 @@ def summary(position: int, num_response_tokens: list[int], rewards: list[float] 
         failure_kinds=("",) * size,
         reward_terms={},
         min_policy_version=0,
-        max_policy_version=0,
         time_generate_s=0.0,
-        time_score_s=0.0,
         time_total_s=0.0,
     )
 

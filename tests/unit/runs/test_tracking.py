@@ -50,7 +50,6 @@ def summary(rewards: Sequence[float] | FloatArray = (1, 0), **changes: object) -
         "reward_statuses": ("scored", "timeout"),
         "reward_terms": {"pass_rate": np.array([1, 0], np.float32)},
         "min_policy_version": 3,
-        "max_policy_version": 3,
     }
     return summary_of(rewards, **usual | changes)
 
