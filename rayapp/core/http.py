@@ -1,9 +1,11 @@
-"""Keys and rate limits for clients of services: a key comes from the environment, never from a config."""
+"""Keys, pauses between tries and rate limits for clients of services. A key comes from the environment, never from a
+config."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 
 from rayapp.core.errors import ConfigError, UserError
 
@@ -40,6 +42,16 @@ def retry_after_s(text: str | None) -> float | None:
         return None
     # Comparisons with NaN are false, so NaN gives None as well.
     return min(seconds, MAX_WAIT_S) if seconds >= 0 else None
+
+
+def pauses_s(first_s: float, longest_s: float) -> Iterator[float]:
+    """Yield the seconds to wait before each further try, without end: `first_s`, doubled every time up to `longest_s`.
+
+    Each pause is shortened by up to half, at random, so that clients that failed together don't return together.
+    """
+    while True:
+        yield first_s * random.uniform(0.5, 1.0)
+        first_s = min(2 * first_s, longest_s)
 
 
 class TokenBucket:

@@ -33,9 +33,9 @@ class Transfer:
     """Keys requested in one listing; S3 returns no more."""
     max_attempts: int = 6
     """Attempts of one request."""
-    backoff_base_s: float = 0.2
-    """The n-th wait is drawn from [0, base * 2^n], so that workers that failed together don't retry together."""
-    backoff_max_s: float = 10.0
+    first_pause_s: float = 0.4
+    """Pause before the second attempt; see `pauses_s`."""
+    longest_pause_s: float = 10.0
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
     """Longest silence of the server within one request."""

@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 
 from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
-from rayapp.core.http import TokenBucket, retry_after_s
+from rayapp.core.http import TokenBucket, pauses_s, retry_after_s
 from rayapp.core.types import ExecOutcome, ExecRecord
 from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
@@ -51,16 +51,15 @@ class PatientTransport(httpx2.AsyncBaseTransport):
         self._sleep = sleep
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        left_s, pause_s = self._max_wait_s, _FIRST_RETRY_PAUSE_S
+        left_s, pauses = self._max_wait_s, pauses_s(_FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S)
         while True:
             response = await self._inner.handle_async_request(request)
-            wait_s = _pause_s(response, pause_s)
+            wait_s = _pause_s(response, next(pauses))
             if response.status_code not in _BUSY or wait_s > left_s:
                 return response
             await response.aclose()
             await self._sleep(wait_s)
             left_s -= wait_s
-            pause_s = min(2 * pause_s, _LONGEST_RETRY_PAUSE_S)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -178,17 +177,16 @@ class McpLink:
 
     async def _reopen(self) -> McpSession:
         ends_at = time.monotonic() + self.reconnect_timeout_s
-        pause_s = _FIRST_PAUSE_S
+        pauses = pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
                 self._session = await self._connect()
             except Exception as error:  # boundary: as above
-                if time.monotonic() + pause_s >= ends_at:
+                if time.monotonic() + (pause_s := next(pauses)) >= ends_at:
                     raise ToolUnavailableError(
                         f"{self.where} could not be reached for {self.reconnect_timeout_s:g} s: {_describe(error)}"
                     ) from error
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             else:
                 log.warning("%s: connected anew", self.where)
                 return self._session

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 BUCKET = "bucket"
 BIG_BYTES = 23 * MIB
 TRANSFER = Transfer(
-    part_bytes=5 * MIB, num_parallel=2, max_attempts=3, backoff_base_s=0.05, connect_timeout_s=5, read_timeout_s=60
+    part_bytes=5 * MIB, num_parallel=2, max_attempts=3, first_pause_s=0.05, connect_timeout_s=5, read_timeout_s=60
 )
 QUICK = Patience(look_every_s=0.1, beat_every_s=0.5, lease_s=3.0, settle_s=0.2, finish_s=1.0)
 

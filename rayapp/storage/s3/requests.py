@@ -4,7 +4,7 @@ Every object carries its SHA-256 in its metadata, and is verified against it whe
 CRC, with which the server refuses damaged bodies. It is computed here, in a thread: the client would compute it on the
 event loop, and over TLS wrap the body in chunks to append it, which not every service reads.
 
-`with_retries` repeats requests with full jitter. botocore's own retries are switched off.
+`with_retries` repeats requests. botocore's own retries are switched off.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import base64
 import hashlib
 import io
 import logging
-import random
 import uuid
 import zlib
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Any, TypeVar
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
 from rayapp.core.files import Location, check_key
+from rayapp.core.http import pauses_s
 from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.hashing import hash_bytes
 from rayapp.storage.s3.errors import is_transient, translate
@@ -63,21 +64,16 @@ async def with_retries(request: Callable[[], Awaitable[T]], location: Location, 
     """
     transfer = settings.transfer
     endpoint = settings.endpoint_url or "AWS"
-    for attempt in range(1, transfer.max_attempts + 1):
+    pauses = pauses_s(transfer.first_pause_s, transfer.longest_pause_s)
+    for attempt, wait_s in enumerate(islice(pauses, transfer.max_attempts), start=1):
         try:
             return await request()
         except Exception as error:  # boundary: every exception of the client library becomes a StorageError
             if attempt == transfer.max_attempts or not is_transient(error):
                 raise translate(error, location, endpoint, attempts=attempt) from error
-            wait_s = backoff_s(attempt, base_s=transfer.backoff_base_s, max_s=transfer.backoff_max_s)
             _log.info("%s: try %d failed (%s), next in %.1f s", location, attempt, type(error).__name__, wait_s)
         await asyncio.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
-
-
-def backoff_s(attempt: int, *, base_s: float, max_s: float, draw: Callable[[], float] = random.random) -> float:
-    """Return seconds to wait after the `attempt`-th failure (1, 2, …): uniform in [0, min(max, base * 2^attempt)]."""
-    return draw() * min(max_s, base_s * 2.0**attempt)
 
 
 SHA256 = "sha256"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import aiohttp
 
 from rayapp.config.other_models import Endpoint, server_named
 from rayapp.core.errors import ConfigError
-from rayapp.core.http import TokenBucket, read_key, retry_after_s
+from rayapp.core.http import TokenBucket, pauses_s, read_key, retry_after_s
 from rayapp.tasks.custom_rewards import RewardFailedError
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -55,7 +54,7 @@ class EndpointClient:
             RewardFailedError: of kind judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other
                 status that is not retried) or judge_answer (the answer is not a JSON object).
         """
-        pause_s = _FIRST_PAUSE_S
+        pauses = pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         for left in range(self._endpoint.max_retries, -1, -1):
             failure, asked_s = None, None
             async with self._seats:
@@ -79,8 +78,7 @@ class EndpointClient:
                 # Blocks all requests of this process, which would be refused as well, but at most for one timeout.
                 self._pace.block_for(min(asked_s, self._endpoint.timeout_s))
             else:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await asyncio.sleep(next(pauses))
         raise AssertionError("max_retries is at least 0")
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def start(config: Config) -> None:
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("rayapp.storage.s3.requests.backoff_s", lambda *_, **__: 0.01)
+    monkeypatch.setattr("rayapp.storage.s3.requests.pauses_s", lambda *_: repeat(0.01))
 
     with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 6 tries.*Check the endpoint"):
         start(config(tmp_path))

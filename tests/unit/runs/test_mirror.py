@@ -37,7 +37,7 @@ from support.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
-TRANSFER = Transfer(max_attempts=2, backoff_base_s=0.01, connect_timeout_s=2, read_timeout_s=20)
+TRANSFER = Transfer(max_attempts=2, first_pause_s=0.01, connect_timeout_s=2, read_timeout_s=20)
 QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
 IMPATIENT = replace(QUICK, lease_s=1.0)
 """Settings that wait little for a sign of life; a write that takes longer is retried."""

@@ -24,7 +24,6 @@ from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, put_folder, read_manifest
 from rayapp.storage.local import LocalStorage
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.requests import backoff_s
 from rayapp.storage.settings import settings_from_environment
 
 
@@ -228,13 +227,6 @@ def test_a_key_that_passes_stays_in_its_folder(key: str) -> None:
         return
     assert Path("/root", key).resolve().is_relative_to("/root")
     assert str(Path(key)) == key
-
-
-@given(st.integers(1, 40), st.floats(0, 1))
-def test_waits_grow_within_their_bound(attempt: int, draw: float) -> None:
-    wait_s = backoff_s(attempt, base_s=0.2, max_s=10.0, draw=lambda: draw)
-
-    assert 0 <= wait_s <= min(10.0, 0.2 * 2**attempt)
 
 
 def test_the_presets_differ_where_the_services_do() -> None:

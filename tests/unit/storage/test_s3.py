@@ -37,7 +37,7 @@ from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 # 5 MiB is the smallest part that S3 takes: 17 MiB make three whole parts and a short one.
 TRANSFER = Transfer(
-    part_bytes=5 * MIB, num_parallel=3, max_attempts=4, backoff_base_s=0.001, connect_timeout_s=5, read_timeout_s=30
+    part_bytes=5 * MIB, num_parallel=3, max_attempts=4, first_pause_s=0.001, connect_timeout_s=5, read_timeout_s=30
 )
 BIG_BYTES = 17 * MIB
 

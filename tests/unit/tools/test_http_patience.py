@@ -1,10 +1,13 @@
-"""Refusals that can be waited out: HTTP 429 and 503."""
+"""Refusals that can be waited out, HTTP 429 and 503, and the pauses between tries."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import httpx2
 import pytest
 
+from rayapp.core.http import pauses_s
 from rayapp.tools.mcp_tool import PatientTransport
 
 
@@ -28,8 +31,11 @@ async def test_other_answers_pass_at_once(status: int) -> None:
 async def test_busy_server_is_asked_again_after_the_pause_it_names() -> None:
     answers = [httpx2.Response(429, headers={"Retry-After": "2"}), httpx2.Response(503), httpx2.Response(200)]
 
-    # Two seconds as asked, then the second pause of our own: half a second, doubled once.
-    assert await ask(*answers) == (200, [2.0, 1.0])
+    status, (asked_s, own_s) = await ask(*answers)
+
+    # Two seconds as asked, then the second pause of our own: half a second, doubled once, less up to half.
+    assert (status, asked_s) == (200, 2.0)
+    assert 0.5 <= own_s <= 1.0
 
 
 @pytest.mark.parametrize("header", ["soon", "nan", "-5", "0"])
@@ -41,5 +47,17 @@ async def test_odd_retry_after_neither_spins_nor_breaks(header: str) -> None:
 
 
 async def test_refusal_is_passed_on_when_the_wait_is_used_up() -> None:
-    # 0.5 + 1 seconds are waited; two more would be beyond three.
-    assert await ask(*[httpx2.Response(429) for _ in range(9)], max_wait_s=3.0) == (429, [0.5, 1.0])
+    status, pauses = await ask(*[httpx2.Response(429) for _ in range(9)], max_wait_s=3.0)
+
+    # The third pause is at least one second, the fourth at least two: after three, four would be beyond the limit.
+    assert status == 429
+    assert 2 <= len(pauses) <= 3
+    assert sum(pauses) <= 3.0
+
+
+def test_pauses_double_up_to_the_longest_and_are_shortened_by_up_to_half() -> None:
+    bounds = [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+
+    pauses = list(islice(pauses_s(0.5, 4.0), len(bounds)))
+
+    assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
