@@ -13,7 +13,7 @@ from typing import Any
 from rayapp.cli.score import read_answers, verdict_fields
 from rayapp.config.config import Config, with_values
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, one_line
 from rayapp.core.types import CallRecord, Reward
 from rayapp.tasks.answer_rules import find_rule
 from rayapp.tasks.answers import Answer, score_answer
@@ -117,7 +117,7 @@ def _read_table(file: Path) -> Any:
     try:
         return pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{file} can't be read: {one_line(error)}") from None
 
 
 def _extremes(row: DataRow, trial: Trial) -> list[str]:

@@ -55,6 +55,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def one_line(text: object, max_chars: int = 300) -> str:
+    """Return a text or an error's message on one line, cut to this length, to be quoted in a message."""
+    return " ".join(str(text).split())[:max_chars]
+
+
 class RayappError(Exception):
     """Base of every error raised on purpose."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
 from rayapp.runs.trajectories import SCHEMA
 
@@ -102,4 +102,4 @@ def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
         try:
             yield from pq.read_table(file, columns=READ).to_pylist()
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from error
+            raise InputError(f"{file} can't be read: {one_line(error)}") from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.aio import guarded
-from rayapp.core.errors import ConfigError, KindError
+from rayapp.core.errors import ConfigError, KindError, one_line
 from rayapp.core.names import given, is_given, is_plugin, load_plugin, module_of
 from rayapp.core.own_thread import in_thread
 from rayapp.core.trajectories import storable
@@ -160,6 +160,6 @@ def _number(name: str, value: object) -> float | None:
 def readable_error(error: BaseException) -> str:
     """Return an error's message in one line. The class may be the user's; the text may come from the policy."""
     try:
-        return " ".join(str(error).split())[:300]
+        return one_line(error)
     except Exception:  # boundary: the user's __str__
         return "(its message can't be read)"

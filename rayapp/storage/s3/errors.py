@@ -15,6 +15,7 @@ from rayapp.core.errors import (
     StorageNotFoundError,
     StoragePermissionError,
     StorageUnreachableError,
+    one_line,
 )
 from rayapp.core.files import Location
 
@@ -112,4 +113,4 @@ def _status(error: BaseException) -> int:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, one_line
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.data.data_row import parse_messages
@@ -198,5 +198,4 @@ def _without_decoding(split: Any) -> Any:
 
 def _first(error: Exception) -> str:
     # `datasets` wraps the reader's error, which describes the problem.
-    cause = error.__cause__ or error
-    return " ".join(str(cause).split())[:300]
+    return one_line(error.__cause__ or error)

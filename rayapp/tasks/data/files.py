@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.aio import together
-from rayapp.core.errors import InputError, StorageNotFoundError
+from rayapp.core.errors import InputError, StorageNotFoundError, one_line
 from rayapp.core.files import Location
 from rayapp.storage.opening import open_storage
 
@@ -184,8 +184,9 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise InputError(f"{path}: there is no such file") from error
     except (pa.ArrowException, OSError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} is no parquet file, or is damaged: {why}. Write or copy it again.") from error
+        raise InputError(
+            f"{path} is no parquet file, or is damaged: {one_line(error)}. Write or copy it again."
+        ) from error
 
 
 def _cached(location: Location, cache: Path) -> Path:

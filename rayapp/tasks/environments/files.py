@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import Field, ValidationError, field_validator
 
 from rayapp.config.base import FrozenModel
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import json_lines
 from rayapp.core.names import did_you_mean
 from rayapp.core.protocols import SandboxSource, Tokenizer
@@ -192,7 +192,7 @@ def _read_rows(path: Path) -> list[Columns]:
             with path.open(encoding="utf-8") as lines:
                 rows = [row for _, row in json_lines(lines, path.name)]
     except (OSError, ValueError) as error:  # pyarrow's errors are of these
-        raise InputError(f"rows {path} can't be read: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(
             f"rows {path}: a JSON object a line (.jsonl) or a .parquet file was expected, and at least one"

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from rayapp.config.other_models import Endpoint, server_named
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, one_line
 from rayapp.core.http import TokenBucket, pauses_s, read_key, retry_after_s
 from rayapp.tasks.custom_rewards import RewardFailedError
 
@@ -115,17 +115,13 @@ class EndpointClient:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise self._failed("judge_answer", f"the server answered no JSON object: {_short(text)}")
+            raise self._failed("judge_answer", f"the server answered no JSON object: {one_line(text)}")
         return found
 
     def _refused(self, status: int, text: str) -> RewardFailedError:
         kind = "judge_busy" if status == 429 else "judge_unreachable" if status >= 500 or status in _LATER else None
-        return self._failed(kind or "judge_refused", f"HTTP {status}: {_short(text)}")
+        return self._failed(kind or "judge_refused", f"HTTP {status}: {one_line(text)}")
 
     def _failed(self, kind: str, what: str) -> RewardFailedError:
         text = f"{self._endpoint.who} at {self._endpoint.base_url}: {what}"
         return RewardFailedError(text.replace(self._key, "[key]") if self._key else text, kind)
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rayapp.config.other_models import JudgeSection
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, one_line
 from rayapp.core.files import aside
 from rayapp.core.trajectories import storable
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -69,7 +69,7 @@ class Judgement:
     @property
     def reason(self) -> str:
         """The judge's reason in one line; empty for a reward model."""
-        return " ".join(str(self.answer.get("reason", "")).split())[:500]
+        return one_line(self.answer.get("reason", ""), 500)
 
 
 class Judge:

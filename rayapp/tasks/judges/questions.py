@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from rayapp.config.other_models import JudgeSection
+from rayapp.core.errors import one_line
 from rayapp.core.types import Prompt
 from rayapp.tasks.custom_rewards import RewardFailedError
 
@@ -105,9 +106,9 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         found = json.loads(blocks[0] if len(blocks) == 1 else text, object_pairs_hook=_each_once)
         problem = best_match(Draft202012Validator(schema).iter_errors(found))
     except (ValueError, RecursionError):
-        raise RewardFailedError(f"answered no JSON: {_short(text)}", "judge_answer") from None
+        raise RewardFailedError(f"answered no JSON: {one_line(text, 200)!r}", "judge_answer") from None
     if problem is not None:
-        raise RewardFailedError(f"answered another object than asked for: {_short(text)}", "judge_answer")
+        raise RewardFailedError(f"answered another object than asked for: {one_line(text, 200)!r}", "judge_answer")
     return {name: value for name, value in found.items() if name != "question"}
 
 
@@ -185,7 +186,3 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _short(text: str) -> str:
-    return repr(" ".join(text.split())[:200])
