@@ -108,11 +108,11 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
     training = standing_ray.train(str(tmp_path / "config.yaml"), log=log)
     try:
         until(lambda: held.exists() and held.read_text().isdigit(), training, log)
-        keeper = psutil.Process(int(held.read_text())).parent()
-        assert keeper is not None
-        worker = keeper.parent()
+        supervisor = psutil.Process(int(held.read_text())).parent()
+        assert supervisor is not None
+        worker = supervisor.parent()
         assert worker is not None
-        lost = [keeper, *worker.children(recursive=True)]
+        lost = [supervisor, *worker.children(recursive=True)]
         worker.kill()
         assert training.wait(DEADLINE_S) == 0, log.read_text()
     finally:

@@ -562,7 +562,7 @@ def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_k
     worker.kill()
     worker.communicate()
 
-    assert len(started) == 3  # the keeper, the environment, and what that started
+    assert len(started) == 3  # the supervisor, the environment, and what that started
     deadline = time.monotonic() + 20
     while any(map(lives, started)):
         assert time.monotonic() < deadline

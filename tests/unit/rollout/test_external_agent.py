@@ -146,7 +146,7 @@ class Bench:
 def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
     def make(*turns: str) -> Bench:
         def script(request_id: RequestId, ids: Sequence[int]) -> str:
-            # Turn 0 is the seat in the cohort, which nobody reads.
+            # Turn 0 takes the place in the cohort; its completion is not used.
             number = request_id.turn
             return turns[min(number, len(turns)) - 1] if number else "unread"
 
@@ -406,7 +406,7 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
 
 
 class Fails:
-    """An engine that serves the seat and then fails."""
+    """An engine that serves turn 0 and then fails."""
 
     def __init__(self, error: EngineError) -> None:
         self.error = error
