@@ -34,7 +34,7 @@ defaults; `key.sub=value` on the command line wins over the file. Values are YAM
 | the learning rate and its schedule | `learner.optimizer.lr`, `.schedule`, `.warmup_steps` |
 | the batch: prompts, and completions of each | `train.groups_per_step`, `rollout.group_size` |
 | how long a run is, and how long completions may be | `train.num_steps`, `rollout.max_completion_tokens` |
-| your own data set and reward function | `data.train_files`, `reward.custom` ([data.md](data.md)) |
+| your own data set and reward function | `tasks`, `reward.custom` ([data.md](data.md)) |
 | out of memory in the learner | `learner.max_tokens_per_microbatch`, `.activation_checkpointing`, `.cpu_offload` |
 | out of memory in the server | `server.gpu_memory_utilization`, `.max_num_seqs`, `.tensor_parallel_size` |
 | the loss | `algorithm.adv_estimator`, `algorithm.policy_loss`, `algorithm.kl_loss_coef` |
