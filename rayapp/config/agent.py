@@ -24,7 +24,7 @@ AUTO = "auto"
 
 def is_data_file(reference: str) -> bool:
     """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
-    return reference.endswith(DATA_FILES) or reference.startswith("s3://")
+    return reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
 
 
 class DataSection(FrozenModel):
