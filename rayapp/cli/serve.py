@@ -146,6 +146,7 @@ async def _serve(
     given_key: str,
     is_serving: asyncio.Event,
 ) -> None:
+    from rayapp.core.types import SamplingParams
     from rayapp.driver.cluster import open_running_servers, open_servers
     from rayapp.rollout.gateway.formats import Formats
     from rayapp.rollout.gateway.open_server import open_to_all
@@ -163,8 +164,12 @@ async def _serve(
             formats,
             engine,
             model=name,
-            max_tokens=config.max_model_tokens,
-            temperature=config.eval.temperature,
+            sampling=SamplingParams(
+                max_tokens=config.max_model_tokens,
+                temperature=config.eval.temperature,
+                top_p=config.eval.top_p,
+                top_k=config.eval.top_k,
+            ),
             key=given_key or new_key,
             sockets=sockets,
         )

@@ -101,7 +101,8 @@ _WINDOW = 5
 
 
 def read_architecture(config: Config) -> Any:
-    """Return the transformers config at `model.path` with dropout and jitter set to 0, as they act in training mode.
+    """Return the transformers config at `model.path` with `model.max_position_embeddings`, and with dropout and jitter
+    set to 0, as they act in training mode.
 
     Raises:
         InputError: the config can't be read.
@@ -115,6 +116,8 @@ def read_architecture(config: Config) -> Any:
     for section in _sections(architecture):
         for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
+    if config.model.max_position_embeddings is not None:
+        architecture.get_text_config().max_position_embeddings = config.model.max_position_embeddings
     return architecture
 
 

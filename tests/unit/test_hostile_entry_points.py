@@ -253,12 +253,12 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 @asynccontextmanager
 async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), 9, 1.0, "k")
+    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), "k")
     opened = open_to_all(
         formats(tokenizer),
         AnyServer([engine(tokenizer)]),
         model="m",
-        max_tokens=32_768,
+        sampling=SamplingParams(max_tokens=32_768),
         key="k",
         sockets=bound("127.0.0.1", 0),
     )

@@ -197,7 +197,7 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
             f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
             f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
         )
-    longest = text.get("max_position_embeddings")
+    longest = config.model.max_position_embeddings or text.get("max_position_embeddings")
     _check_length(longest, config, "reads at most {}")
     for rope in _ropes(text):
         if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:

@@ -109,6 +109,7 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="rayapp serve", test="tests/e2e/test_serve.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
+    How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp plugins", test="tests/unit/api/test_plugins.py"),
     How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),

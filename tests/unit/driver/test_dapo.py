@@ -78,6 +78,25 @@ def test_a_group_has_a_signal_unless_its_valid_rewards_are_equal(
     assert has_signal(summary_of(0, rewards, valid)) is expected
 
 
+def summary_with_terms(*terms: dict[str, float], reward: float = 1.0, status: str = "scored") -> GroupSummary:
+    each = (trajectory(2, Reward(value=reward, terms=part, status=status)) for part in terms)
+    return summarize_group(group_of(*each), time_total_s=0.0)
+
+
+def test_groups_are_compared_by_the_term_that_is_named() -> None:
+    differs = summary_with_terms({"score": 1.0, "acc": 1.0}, {"score": 1.0, "acc": 0.0})
+    assert has_signal(differs, "acc")
+    assert not has_signal(differs, "score")
+    assert not has_signal(differs)
+    assert has_signal(summary_with_terms({"score": 1.0}, {"score": 0.0}), "acc"), "a number alone is its acc"
+    assert not has_signal(summary_with_terms({}, {}, status="no_code"), "acc"), "no answer could be scored"
+
+
+def test_a_term_that_rewards_do_not_have_ends_the_run_with_those_that_they_have() -> None:
+    with pytest.raises(TrainingAbortedError, match=r"metric is 'accuracy', but rewards of t have the terms .*score"):
+        has_signal(summary_with_terms({"score": 1.0}, {"score": 0.0}), "accuracy")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     groups_per_step=st.integers(1, 4),

@@ -24,7 +24,14 @@ from rayapp.config.algorithm import (
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
-from rayapp.learner.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.losses import (
+    LossRows,
+    LossScale,
+    check_policy_loss,
+    correction_weights,
+    make_actor_config,
+    policy_loss,
+)
 from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
@@ -281,6 +288,17 @@ def test_truncated_importance_weights_scale_the_gradient() -> None:
         losses.append(torch.autograd.grad(loss, log_probs)[0])
     # the engine was surer by 0.01 everywhere: weights exp(-0.01) = 0.99005
     np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_outside_of_two_bounds_are_zero() -> None:
+    section = {"level": "token", "threshold": 2.0, "min_weight": 0.5}
+    algorithm = Config.model_validate({"algorithm": {"rollout_correction": section}}).algorithm
+    log_ratio = torch.log(torch.tensor([[0.4, 0.6, 1.9, 2.1]]))
+
+    weights = correction_weights(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), algorithm)
+
+    assert weights is not None
+    np.testing.assert_allclose(weights.numpy(), [[0.0, 0.6, 1.9, 0.0]], rtol=1e-6)
 
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
