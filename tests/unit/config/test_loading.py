@@ -137,7 +137,7 @@ def test_every_key_is_nearest_to_itself() -> None:
         ("algorithm.loss_agg_mode=mean", "= 'mean': must be one of token-mean, token-sum"),
         ("run.name=a/b", "run.name = 'a/b': must be text, 1 to 63 letters, digits, '.', '_' and '-', the first"),
         ("tasks=x.yaml", "tasks = 'x.yaml': must be a list of texts, e.g. tasks=[x.yaml]"),
-        ("learner.max_tokens_per_microbatch=3", "must be an integer, at least 16 or auto"),
+        ("learner.max_tokens_per_microbatch=3", "must be an integer, at least 16, or auto"),
         ("cluster.num_gpus=-1", "cluster.num_gpus = -1: must be an integer, at least 0"),
         ("rollout=3", "rollout = 3: must be a section with group_size, max_prompt_tokens"),
         ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas"),

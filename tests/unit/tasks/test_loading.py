@@ -160,7 +160,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"tests": ["1 +"]}, r"tests\[0\]: '1 \+' is no Python expression"),
         ({"reference": "a b"}, r"reference: 'a b' is no Python expression"),
         ({"banned_patterns": ["a b"]}, r"banned_patterns\[0\]: 'a b' names nothing"),
-        ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0\.0 and at most 600\.0"),
+        ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0 and at most 600"),
         ({"promt": "x"}, r"unknown key promt; did you mean prompt\?"),
         ({"prompt_format": "completion"}, r"with prompt_format completion the prompt has to end in the line `def add"),
         ({"prompt_format": "chat", "prefill": "x"}, r"only chat_prefill reads it"),
