@@ -316,7 +316,7 @@ class RecordedTasks:
         if not found or any(task != found[0] for task in found):
             raise InputError(
                 f"{len(self._named[prompt.task])} tasks are called {prompt.task!r}, and {len(found) or 'none'} of them "
-                f"have the recorded prompt {prompt.text!r:.80}. Name the run's own file, or score with a judge or a function"
+                f"have the recorded prompt {prompt.text!r:.80}. Name the run's file, or use a judge or a function"
             )
         return found[0]
 
