@@ -1,11 +1,12 @@
-"""Players of environments' rows, and the rewards that the environments give. One player for a source's rows.
+"""Players of environments' rows, and the environments' rewards. One player per source.
 
     trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
     verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
 
-An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `TaskGroups`.
+If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `TaskGroups`.
 
-A trajectory meets an environment as a scene: it is reset once, tools change it, and it gives the reward at the end.
+A scene is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
+the end.
 
 Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
 """
@@ -51,10 +52,10 @@ from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolConte
 
 
 class Scene(Protocol):
-    """One trajectory's environment. What the policy did wrong is a ToolFailedError.
+    """One trajectory's environment. Raises ToolFailedError for mistakes of the policy.
 
     Raises, from any method:
-        ToolUnavailableError: it is lost.
+        ToolUnavailableError: the environment is lost.
     """
 
     async def reset(self, columns: Columns) -> str:
@@ -67,24 +68,24 @@ class Scene(Protocol):
 
 
 class Stage(Protocol):
-    """Gives scenes."""
+    """Makes scenes."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """The tools that the policy has, the same for all trajectories.
+        """Return the policy's tools, the same for all trajectories.
 
         Raises:
-            ConfigError: it can't be used.
+            ConfigError: the environment can't be used.
         """
         ...
 
     def scene(self) -> AbstractAsyncContextManager[Scene]:
-        """Raises ToolUnavailableError: none can be had."""
+        """Return a new scene. Raises ToolUnavailableError: none is available."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTurn:
-    """Reads a turn as one call of a tool, whose one argument it is. See `ToolCallParser`."""
+    """Reads a whole turn as the only argument of one tool call. See `ToolCallParser`."""
 
     tool: str
     argument: str
@@ -97,13 +98,13 @@ class WholeTurn:
 
 
 class SceneTool(ToolBase):
-    """One of them. Its state is the trajectory's scene.
+    """One tool of a scene. Its state is the trajectory's scene.
 
     Args:
-        timeout_s: of the loop; the scene itself gives up before.
+        timeout_s: the loop's deadline; the scene's own deadline comes first.
     """
 
-    ends_episode = True  # what it does in the last turn counts, too
+    ends_episode = True  # its effect in the last turn counts, too
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
@@ -121,7 +122,7 @@ log = logging.getLogger(__name__)
 VERDICT = "environment"
 """Name of the environment's verdict, among `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
+"""Function that makes a loop from an environment's tools and, if turns are no calls, their reader."""
 
 
 class Player(Protocol):
@@ -135,7 +136,7 @@ class Player(Protocol):
 
 
 class ScenePlayer:
-    """With the agent loop."""
+    """Plays rows with the agent loop."""
 
     def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
         self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
@@ -144,7 +145,7 @@ class ScenePlayer:
         ]
 
     def prompt(self, task: EnvironmentTask) -> Prompt:
-        """It has no token ids: what the environment says first is part of what the policy reads."""
+        """Return the prompt, without token ids: the environment's first message is still to be appended."""
         text = self._loop.chat.render(task.messages)
         return Prompt(task=task.name, text=text, token_ids=np.empty(0, np.int32), messages=task.messages)
 
@@ -174,7 +175,7 @@ class ScenePlayer:
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
-        # What an environment says is no more to be trusted than a tool's result.
+        # Text of an environment is as untrusted as a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
@@ -189,7 +190,7 @@ class ScenePlayer:
 
 
 class VerifiersPlayer:
-    """Through the gateway."""
+    """Plays rows in the environment's own process, through the gateway."""
 
     def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
         self._process, self._agent = VerifiersProcess(environment), agent
@@ -221,9 +222,9 @@ class EnvironmentAgents:
     """See the module. `close` it.
 
     Args:
-        config: of the source.
+        config: config of the source.
         make_loop: see `OpenLoop`.
-        make_agent: from the seconds of a trajectory to the gateway of an environment that plays against one.
+        make_agent: makes the gateway for an environment that needs one, given a trajectory's time limit in seconds.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """With the run's settings and tool file."""
+        """Make it with the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
@@ -248,7 +249,7 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """The rows, each with what is asked.
+        """Return the rows, each with its prompt.
 
         Raises:
             UserError: an environment can't be used.
@@ -278,7 +279,7 @@ class EnvironmentAgents:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         stage = await asyncio.to_thread(stage_of, environment)
-        # Its calls wait for each other, and its own deadlines come first.
+        # Calls wait for each other, and the environment's own deadlines come first.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
@@ -301,15 +302,15 @@ async def environment_reward(played: Trajectory) -> Reward:
 
 
 def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
-    """Raises ConfigError: its class can't be found."""
+    """Return the stage of an environment. Raises ConfigError: its class can't be found."""
     return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
-    """Whether these tasks are rows of environments.
+    """Return True if these tasks are rows of environments.
 
     Raises:
-        InputError: some are, and some are not.
+        InputError: only some of them are.
     """
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
@@ -344,7 +345,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """As in TRL, what the environment says first is put behind the last message."""
+    """Return the messages with the environment's first message appended to the last one, as in TRL."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
