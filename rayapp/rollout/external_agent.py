@@ -277,7 +277,7 @@ def _as_answer(found: Any) -> str | None:
 
 
 def _answer_in(path: Path) -> str:
-    """Return the answer that the agent left; empty for none. A pipe, a link or a folder in its place is no answer."""
+    """Return the answer that the agent left; empty for none. A pipe, a link or a folder is not an answer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

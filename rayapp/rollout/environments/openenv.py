@@ -220,7 +220,8 @@ class OpenEnvScene:
             return {**data, "observation": dict(data["observation"])}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ToolUnavailableError(
-                f"{url}: it speaks another version: {text[:200]!r} is no observation. OpenEnv 0.2 or newer is needed"
+                f"{url}: it speaks another version: {text[:200]!r} is not an observation. OpenEnv 0.2 or newer is "
+                "needed"
             ) from error
 
 
@@ -228,7 +229,7 @@ def _number(value: Any, url: str) -> float | None:
     try:
         return None if value is None else storable(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is no finite number") from error
+        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is not a finite number") from error
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:

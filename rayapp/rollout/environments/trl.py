@@ -52,7 +52,9 @@ class TrlStage:
             raise ConfigError(f"task {self.environment.name}: {error}") from error
         self._free.append(made)
         if not callable(getattr(made, "reset", None)):
-            raise ConfigError(f"task {self.environment.name}: {self.environment.factory} gives what has no reset()")
+            raise ConfigError(
+                f"task {self.environment.name}: {self.environment.factory} returns an object without reset()"
+            )
         if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
             raise ConfigError(
                 f"task {self.environment.name}: nothing gives a reward. {self.environment.factory} has neither a "
@@ -104,7 +106,7 @@ class TrlScene:
         try:
             return storable(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise self._lost(f"its reward {value!r:.80} is no finite number") from error
+            raise self._lost(f"its reward {value!r:.80} is not a finite number") from error
 
     async def _value(self, task: EnvironmentTask, played: Trajectory) -> Any:
         if self.score is not None:
@@ -162,7 +164,7 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
     except Exception as error:  # boundary: it parses the user's docstring
         raise ConfigError(
             f"{where} can't be a tool: {error}. A tool has typed arguments, each described in its docstring under "
-            "Args:; a method that is no tool begins with an underscore"
+            "Args:; a method that is not a tool begins with an underscore"
         ) from error
 
 

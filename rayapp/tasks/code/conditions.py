@@ -191,7 +191,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 def _remainder(left: Any, right: Any) -> Any:
     if isinstance(left, str | bytes):
-        raise TypeError("a text is no number")
+        raise TypeError("a text is not a number")
     return left % right
 
 
@@ -357,7 +357,7 @@ def _some(tests: CodeTests) -> CodeTests:
 def _parse(source: str, name: str) -> ast.Module:
     tree = parse(source)
     if tree is None:
-        raise InputError(f"its {name} is no Python: {source!r:.80}")
+        raise InputError(f"its {name} is not Python: {source!r:.80}")
     return tree
 
 
