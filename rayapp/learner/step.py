@@ -198,7 +198,7 @@ class _Step:
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, FloatArray]] = {}
-        """Log-probs (R,) of the sampled tokens by model: frozen models, and a policy or server that teaches."""
+        """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -405,7 +405,7 @@ class _Step:
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Return the loss with the configured KL losses and entropy bonus added."""
+        """Add the KL losses and the entropy bonus, as far as they are configured."""
         if rows.ref_log_probs is not None:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:

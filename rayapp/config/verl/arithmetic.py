@@ -25,7 +25,7 @@ def advantage(key: str, value: Any, values: Values) -> Landing:
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Map trajectories per prompt; verl's default of 1 leaves nothing to compare with."""
+    """Trajectories per prompt; verl's default of 1 leaves nothing to compare them with."""
     if int(value) < 2:
         raise ConfigError(f"{key} = {value} can't be imported: a group needs at least 2 to compare. Set {key}=8.")
     return Landing(settings={"rollout.group_size": int(value)}, note="trajectories per prompt")
@@ -173,7 +173,7 @@ def kl_loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
-    """Map a KL that is subtracted from the reward of each token; without effect if its coefficient is 0."""
+    """A KL taken from the reward of each token; nothing where its coefficient is 0."""
     coef, kind = values.get("algorithm.kl_ctrl.kl_coef", 0.001), values.get("algorithm.kl_ctrl.type", "fixed")
     if value and (float(coef) != 0.0 or kind != "fixed"):
         raise ConfigError(

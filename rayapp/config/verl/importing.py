@@ -339,7 +339,7 @@ def _unknown(key: str) -> str:
 
 
 def _settings(rows: Sequence[KeyRow]) -> dict[str, Any]:
-    """Return all settings; if two keys set the same one, a value of the user wins over verl's default."""
+    """All settings; where two keys go to the same place, what the user said wins over verl's default."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}
 
