@@ -1,8 +1,7 @@
 """The loops that a data row can name in `agent_name`, as in verl: with tools over several turns, or one answer.
 
     tool_agent           the policy's prompt lists the tools; it calls them over several turns
-    single_turn_agent    the prompt lists no tools, and one turn is sampled; text that looks like a call is part of the
-    answer
+    single_turn_agent    the prompt lists no tools, and one turn is sampled, and calls in it are plain text
 
 Any other name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
 parser and limits it may use, and returns an object with the same `run`.
