@@ -1,7 +1,6 @@
 """One trajectory's conversations with the policy: reads calls, writes replies, and records every token.
 
-    Ask -> place that it continues from (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations ->
-    Reply
+    Ask -> its place (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
 
 The gateway makes one for each trajectory and ends it with the trajectory. Mistakes of the agent are `RefusedError`s. A
 failure of the engine is one too, and ends the session: `trouble` then has the error.
