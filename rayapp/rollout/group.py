@@ -103,8 +103,8 @@ async def run_group(
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = RequestId(request.purpose, request.group_id, index)
-        seat = _CohortPlace(engine, request_id, assignment.prompt, own)
-        return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
+        place = _CohortPlace(engine, request_id, assignment.prompt, own)
+        return await _trajectory(request, assignment, place, deadline_s - assignment.compare_timeout_s)
 
     trajectories = await side_by_side(one(index) for index in range(group_size))
     if assignment.judging is not None and assignment.compares:
@@ -115,7 +115,7 @@ async def run_group(
 
 
 async def _trajectory(
-    request: GroupRequest, assignment: Assignment, seat: _CohortPlace, deadline_s: float
+    request: GroupRequest, assignment: Assignment, place: _CohortPlace, deadline_s: float
 ) -> Trajectory:
     prompt = assignment.prompt
     try:
@@ -123,10 +123,10 @@ async def _trajectory(
             if not prompt.token_ids.size:
                 # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
                 # call.
-                await seat.fill()
-            played = await guarded(lambda: _played(assignment.play, seat), _failed_play)
+                await place.fill()
+            played = await guarded(lambda: _played(assignment.play, place), _failed_play)
             reward = await _scored(assignment, played)
-        await seat.fill()
+        await place.fill()
     except (StaleVersionError, EngineDeadError):
         # The server failed, not this trajectory: the whole group is sampled again on another server.
         raise
@@ -134,11 +134,11 @@ async def _trajectory(
         # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
-        await seat.fill()
+        await place.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
-        await seat.fill()
+        await place.fill()
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
     else:
         played = with_reward(played, reward)
@@ -157,9 +157,9 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(play: Play, seat: _CohortPlace) -> Trajectory:
+async def _played(play: Play, place: _CohortPlace) -> Trajectory:
     """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
-    played: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    played: object = await play(engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
