@@ -1,12 +1,12 @@
-"""The loops that a data row can name in `agent_name`, as in verl: with tools over several turns, or one answer.
+"""The loops a data row may ask for by its `agent_name`, as in verl: with tools over several turns, or one answer.
 
-    tool_agent           the policy's prompt lists the tools; it calls them over several turns
-    single_turn_agent    the prompt lists no tools, and one turn is sampled, and calls in it are plain text
+    tool_agent           the policy reads the tools, calls them, and speaks again
+    single_turn_agent    the policy reads no tools and speaks once; what looks like a call is its answer
 
-Any other name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
-parser and limits it may use, and returns an object with the same `run`.
+Another name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
+parser and limits it may use, and gives an object with the same `run`.
 
-Made once per rollout worker. A row's `agent_name` alone decides how it is played.
+Made once per rollout worker. Rows say nothing else about how they are played.
 
 `TaskAgents` plays tasks with the tool agent; `TaskGroups` calls it. Tasks that bring the same tools share a loop, whose
 prompts list these tools. `prompted_tasks` checks the length of each prompt before anything is sampled.
@@ -42,7 +42,7 @@ TOOL_AGENT, SINGLE_TURN_AGENT = AGENTS
 
 
 class Player(Protocol):
-    """Plays prompts: an `AgentLoop`, or the object that a plug-in made from one."""
+    """Plays prompts: `AgentLoop`, or what a plug-in makes of one."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
@@ -87,15 +87,15 @@ class AgentLoops:
     tool_agent: AgentLoop
     single_turn_agent: AgentLoop
     default: str = TOOL_AGENT
-    """Loop of rows that name none."""
+    """For rows that name none."""
     _players: dict[str, Player] = field(default_factory=dict, compare=False)
-    """Plug-ins by name, made when a row first names one."""
+    """Plug-ins by name, made when a row first asks for one."""
 
     def of(self, agent_name: str) -> AgentLoop:
-        """Return the loop of a row, with its chat format and tools. A plug-in has those of the tool agent.
+        """The loop of a row: its chat format, and its tools. A plug-in has those of the tool agent.
 
         Raises:
-            InputError: there is no loop of that name.
+            InputError: there is none of that name.
         """
         check_agent_name(agent_name)
         return self.single_turn_agent if (agent_name or self.default) == SINGLE_TURN_AGENT else self.tool_agent
@@ -114,12 +114,12 @@ class AgentLoops:
         return self.of(agent_name).chat.prompt_ids(messages)
 
     async def close(self) -> None:
-        """Close the tools' resources."""
+        """End what the tools hold."""
         await self.tool_agent.tools.close()
 
 
 def agent_loops(tool_agent: AgentLoop, default: str = TOOL_AGENT) -> AgentLoops:
-    """Return both loops: the given one, and the same without tools and further turns."""
+    """Both loops: the one given, and the same without tools and turns."""
     single = AgentLoop(
         chat=tool_agent.chat.without_tools(),
         parser=NoCalls(),
@@ -130,7 +130,7 @@ def agent_loops(tool_agent: AgentLoop, default: str = TOOL_AGENT) -> AgentLoops:
 
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
-    """Check a loop's name. Raises InputError: there is no loop of this name."""
+    """Raises InputError for a name that is no loop's."""
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
@@ -140,12 +140,12 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
 
 
 def prompted_tasks(config: Config, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-    """Return the tasks, each with its prompt. Raises InputError as `render_prompts`."""
+    """The tasks, each with its prompt. Raises InputError as `render_prompts`."""
     return list(zip(tasks, render_prompts(config, tasks), strict=True))
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
-    """Return one prompt per task, in the order of `config.tasks`.
+    """One prompt per task, in the order of `config.tasks`.
 
     Raises:
         InputError: a prompt is longer than rollout.max_prompt_tokens.
@@ -157,7 +157,7 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
 
 
 def check_length(prompts: Sequence[Prompt], limit: int) -> None:
-    """Check lengths. Raises InputError: a prompt is longer than rollout.max_prompt_tokens."""
+    """Raises InputError for a prompt that is longer than rollout.max_prompt_tokens."""
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
@@ -167,7 +167,7 @@ def check_length(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
-"""Function that makes a loop with the tools that a task brings."""
+"""From the tools that a task brings to a loop with them."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -175,7 +175,7 @@ class TaskAgents:
     """See the module."""
 
     make_loop: OpenLoop
-    """Makes a loop; called once for each set of tools."""
+    """Called once for each set of tools."""
     max_prompt_tokens: int
     """Longer prompts are refused."""
     weights: Weights = PLAIN
@@ -186,7 +186,7 @@ class TaskAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> TaskAgents:
-        """Make it with the run's settings and tool file."""
+        """With the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
@@ -199,7 +199,7 @@ class TaskAgents:
         )
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """Return the tasks, each with the agent's prompt.
+        """The tasks, each with the agent's prompt.
 
         Raises:
             UserError: a task can't be played by an agent, its prompt is too long, or a tool can't be used.
@@ -235,7 +235,7 @@ class TaskAgents:
         return partial(self._players[start.tools].run, begin)
 
     async def close(self) -> None:
-        """Close the tools' resources."""
+        """End what the tools hold."""
         for loop in self._loops.values():
             await loop.tools.close()
 

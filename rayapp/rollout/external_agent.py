@@ -1,10 +1,10 @@
-"""External agents: a user's program or async function plays each trajectory, through the gateway.
+"""External agents: a program or an async function of the user's plays each trajectory, through the gateway.
 
     messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory, its answer
 
-One per source of a rollout worker that uses one. The task or the data row gives the verdict, as for any agent. A limit
-(tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status. If a program
-fails, its trajectory fails, unless `on_failure` is score; if it never calls the policy, the trajectory always fails.
+One for each source of a rollout worker that is played so. The verdict is the task's or the data row's, as for any
+agent. A limit (tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status.
+A program that fails by itself is a failed rollout, unless `on_failure` is score, as is one that never asks the policy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Entry = Callable[[AgentCall], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """Inputs that all trajectories of a group start with."""
+    """Start of all trajectories of a group."""
 
     task: str
     messages: tuple[Mapping[str, str], ...]
@@ -59,11 +59,11 @@ class ExternalAgent:
     """See the module; `open` one, and `close` it.
 
     Args:
-        config: config of the source.
-        formats: chat formats of the model.
+        config: of the source.
+        formats: the model's.
         entry: the user's function; None runs the command.
-        sandboxes: source of the sandboxes that programs run in, with `agent.external.inside`.
-        files: the agent's own files, by relative path.
+        sandboxes: where programs run, with `agent.external.inside`.
+        files: the agent's own, by relative path.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ExternalAgent:
         sandboxes: SandboxSource | None = None,
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which other runs don't need
+        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which runs without such agents don't need
 
         self._settings = config.agent.external
         self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
@@ -86,7 +86,7 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """Make it with the run's model and the section `agent`.
+        """With the run's model and the section `agent`.
 
         Raises:
             ConfigError: the program, the function or one of its files is not there.
@@ -96,7 +96,7 @@ class ExternalAgent:
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Start to listen; return this object."""
+        """Itself, listening."""
         await self._gateway.start()
         return self
 
@@ -105,7 +105,7 @@ class ExternalAgent:
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """Return the tasks, each with its prompt. Raises InputError: an agent can't play one."""
+        """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
         return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
 
     def play(self, task: Task, prompt: Prompt) -> Play:
@@ -118,10 +118,10 @@ class ExternalAgent:
         await self._gateway.close()
 
     def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """Return the prompt, without token ids. Raises InputError: a message is not text."""
+        """Return the prompt, without token ids. Raises InputError: a message is no text."""
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
-        # It has no token ids: the agent writes what the policy reads.
+        # It has no token ids: what the policy reads is the agent's to write.
         text = self._formats.plain.chat.render(messages)
         return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
@@ -136,8 +136,8 @@ class ExternalAgent:
         """Return the function that plays a trajectory.
 
         Args:
-            entry: function that plays it; None: the source's program or function.
-            spec: spec of the program's sandbox, with `agent.external.inside`.
+            entry: who plays it; None: the source's program or function.
+            spec: the sandbox that a program inside asks for.
         """
         told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
         start = _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry, spec=spec)
@@ -194,7 +194,7 @@ class ExternalAgent:
     async def _played(
         self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
     ) -> None:
-        """Run the agent until it ends, its time is up, or the engine fails."""
+        """The agent until it ends, until its time is up, or until the engine fails."""
         acting = asyncio.create_task(act)
         try:
             await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +209,7 @@ class ExternalAgent:
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
         if not acting.cancelled():
-            acting.result()  # an error that ends the run, such as a machine without the required isolation
+            acting.result()  # what ends the run, such as a machine without the isolation that was asked for
 
     async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
         assert self._sandboxes is not None, "agent.external.inside without sandboxes"
@@ -244,7 +244,7 @@ class ExternalAgent:
 
 
 def check_agent(config: Config) -> Entry | None:
-    """Return the function of `agent.external.entry`; None if a command plays.
+    """The function of `agent.external.entry`; None where a command plays.
 
     Raises:
         ConfigError: the function or the program can't be found.
@@ -277,7 +277,7 @@ def _as_answer(found: Any) -> str | None:
 
 
 def _answer_in(path: Path) -> str:
-    """Return the answer that the agent left; empty for none. A pipe, a link or a folder is not an answer."""
+    """Return the answer that the agent left; empty for none. A pipe, a link or a folder in its place is no answer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

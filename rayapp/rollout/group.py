@@ -1,11 +1,11 @@
-"""Runs one group from prompt to rewards: G concurrent plays, each scored as soon as it ends.
+"""One group from prompt to rewards: G plays side by side, each scored as soon as it ends.
 
     Assignment(prompt, play, truth) --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
 Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
-that fails for other reasons than the policy gets an ERROR_* status and raises no exception: whatever an agent, tool,
-environment, task or judge raises or returns affects only its own trajectory. Only errors of `verdict.ENDS_GROUP` are
-raised.
+that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
+a tool, an environment, a task or a judge raises or returns costs its own trajectory. Only errors of
+`verdict.ENDS_GROUP` are raised.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Assignment:
     """Prompt of all trajectories; the group records it."""
     play: Play
     truth: Callable[[Trajectory], Awaitable[Reward]]
-    """Scores a play that did not fail. May raise anything: `verdict` handles it."""
+    """Scores a play that did not fail. May raise anything: see `verdict`."""
     weights: Weights = PLAIN
     records_calls: bool = True
-    """True if rewards have terms for tools and turns."""
+    """Whether rewards have terms of tools and turns."""
     judging: Judging | None = None
     compares: bool = False
-    """True if judges compare the trajectories of the group."""
+    """Whether judges compare the trajectories of the group."""
 
     @property
     def compare_timeout_s(self) -> float:
-        """Part of the group's deadline that is reserved for comparisons."""
+        """Part of the group's deadline that is kept for comparisons."""
         return self.judging.compare_timeout_s if self.judging is not None and self.compares else 0.0
 
 
@@ -88,14 +88,14 @@ async def run_group(
     """Play one prompt `group_size` times, and score each play.
 
     Args:
-        sampling: sampling of every trajectory; seed and stop texts are filled in here.
+        sampling: for every trajectory; its seed and stop texts are filled in here.
         seed: the run's seed.
         deadline_s: trajectories not finished by then are recorded as failed.
     Raises:
-        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the requested version; the whole
-        group is lost.
+        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the version asked for; nothing of
+            the group is kept.
         ProcessDiedError, ObjectsLostError: another process of ours is gone.
-        SandboxConfigError: this configuration can never provide a sandbox.
+        SandboxConfigError: no sandbox can ever be had with this configuration.
     """
     started = time.monotonic()
     sampling = replace(sampling, stop=assignment.prompt.stop)
@@ -103,8 +103,8 @@ async def run_group(
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = RequestId(request.purpose, request.group_id, index)
-        place = _CohortPlace(engine, request_id, assignment.prompt, own)
-        return await _trajectory(request, assignment, place, deadline_s - assignment.compare_timeout_s)
+        seat = _CohortPlace(engine, request_id, assignment.prompt, own)
+        return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
 
     trajectories = await side_by_side(one(index) for index in range(group_size))
     if assignment.judging is not None and assignment.compares:
@@ -115,30 +115,29 @@ async def run_group(
 
 
 async def _trajectory(
-    request: GroupRequest, assignment: Assignment, place: _CohortPlace, deadline_s: float
+    request: GroupRequest, assignment: Assignment, seat: _CohortPlace, deadline_s: float
 ) -> Trajectory:
     prompt = assignment.prompt
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
-                # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
-                # call.
-                await place.fill()
-            played = await guarded(lambda: _played(assignment.play, place), _failed_play)
+                # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
+                await seat.fill()
+            played = await guarded(lambda: _played(assignment.play, seat), _failed_play)
             reward = await _scored(assignment, played)
-        await place.fill()
+        await seat.fill()
     except (StaleVersionError, EngineDeadError):
-        # The server failed, not this trajectory: the whole group is sampled again on another server.
+        # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
         raise
     except (EngineError, DeadlineError) as error:
-        # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
+        # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
-        await place.fill()
+        await seat.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
-        await place.fill()
+        await seat.fill()
         played = failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
     else:
         played = with_reward(played, reward)
@@ -157,9 +156,9 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(play: Play, place: _CohortPlace) -> Trajectory:
-    """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
-    played: object = await play(engine=place, sampling=place.sampling, request_id=place.request_id)
+async def _played(play: Play, seat: _CohortPlace) -> Trajectory:
+    """Play once. A plug-in's trajectory is checked: the terms and the arrays of the group are made from it."""
+    played: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
@@ -173,7 +172,7 @@ async def _played(play: Play, place: _CohortPlace) -> Trajectory:
 
 
 async def _scored(assignment: Assignment, played: Trajectory) -> Reward:
-    """Return the trajectory's reward; if it failed, its invalid reward."""
+    """Return the trajectory's reward; if it failed, the invalid one that it has."""
     reward = settled(played.reward)
     if not played.status.is_error:
         judging, prompt = assignment.judging, assignment.prompt
@@ -204,16 +203,15 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory without a response: it fills its place in the group, and is not trained on."""
+    """Return a trajectory with no response: it keeps its place in the group and carries no signal."""
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:
     """Engine of one trajectory, which keeps the trajectory's place among the requests that are admitted together.
 
-    A server waits for the first request of every trajectory in a cohort. A trajectory that fails before its first
-    request (for example, its tool can't be made) would delay all others until their deadline, so `fill` sends a request
-    for it.
+    A server holds a cohort back until every trajectory in it has asked for its first turn. One that fails before that
+    (its tool can't be made, say) would hold up all the others until their deadline, so `fill` asks in its stead.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -224,13 +222,13 @@ class _CohortPlace:
         self._is_taken = False
 
     async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
+        if not isinstance(request_id, RequestId):  # a plug-in's: one bad id would end the whole batch
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling)
 
     async def fill(self) -> None:
-        """Sample one token and drop it, unless the trajectory has sent its first request."""
+        """Sample one token and drop it, unless the trajectory asked for its first turn itself."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -239,5 +237,5 @@ class _CohortPlace:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
             await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
-            # This trajectory has failed already; those that need the engine will report its error.
+            # This trajectory has failed already; those that need the engine will say so themselves.
             log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

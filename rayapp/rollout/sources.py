@@ -4,7 +4,7 @@
                                         |-- source 0: TaskGroups | DataGroups, under the run's config as it has it
                                         '-- source 1: …
 
-`DataGroups` plays rows and scores them by the rule of the row's source. `TaskGroups` samples one turn or lets an agent
+`DataGroups` plays rows and scores them by the rule of the row's source. `TaskGroups` samples one turn, or lets an agent
 play, and the task scores the text. Called by the rollout worker once; a file, template or tool's service that can't
 work is reported here, at the start.
 """
@@ -62,7 +62,7 @@ MAX_KEPT_CHARS = 1 << 16
 
 @dataclass(slots=True, eq=False, repr=False)
 class DataGroups:
-    """Groups of data rows; training group N is row N of the run, on whichever worker it runs."""
+    """Groups of data rows; group N of the training is row N of the run, whatever worker it is on."""
 
     config: Config
     players: Players
@@ -77,7 +77,7 @@ class DataGroups:
         """See `open_groups`."""
         rewards = answer_rewards(config)
         if rewards.custom is not None:
-            # Its imports may take seconds, which would block every trajectory of this process.
+            # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
         players: Players = (
             await ExternalAgent.open(config, sandboxes)
@@ -108,7 +108,7 @@ class DataGroups:
     async def _row(self, request: GroupRequest) -> DataRow:
         rows = self.train if request.purpose == "group" else self.held_out
         assert rows is not None, "the driver checks which files a command needs"
-        # One at a time: two groups that need the same new window of rows would both load it.
+        # One at a time: two groups that reach a new window of rows together would both load it.
         async with self._reading:
             return await asyncio.to_thread(rows.row, request.place)
 
@@ -124,9 +124,9 @@ def assignment_of(
 
     Args:
         sandboxes: where code in the answers runs.
-        seed: seed of the hidden tests of a code problem.
+        seed: draws the hidden tests of a code problem.
     Raises:
-        InputError: there is no loop of the row's agent_name, or no rule for its data_source.
+        InputError: there is no loop of the row's agent_name, or nothing can score its data_source.
     """
     rewards.truth_kind(row.data_source)
     truth = partial(_found, row, rewards, sandboxes, seed)
@@ -137,7 +137,7 @@ def assignment_of(
     loop = players.of(row.agent_name)
     text = loop.chat.tokenizer.decode(list(row.prompt_ids), skip_special_tokens=False)
     return Assignment(
-        # The row's data source takes the place of the task's name.
+        # The row's source stands where a task's name would.
         prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32), **_facts(row)),
         play=partial(
             players.player(row.agent_name).run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)
@@ -171,7 +171,7 @@ async def _found(
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
-    """Return the rows of training and of evaluation; None if the configuration names no files.
+    """Training's rows and evaluation's; None where the configuration names no files.
 
     Raises:
         InputError: a file or a prompt can't be used.
@@ -195,7 +195,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
-    """Return the section `reward` in the form that the rules use."""
+    """The section `reward` as the rules take it."""
     section = config.reward
     return AnswerRewards(
         method=section.method,
@@ -216,7 +216,7 @@ class TaskGroups:
 
     Args:
         train, held_out: tasks, each with its prompt.
-        agents: players of the tasks; None: one turn without tools.
+        agents: who plays them; None: the policy speaks once.
         max_eval: most tasks to evaluate, from the first; 0: all.
     """
 
@@ -230,7 +230,7 @@ class TaskGroups:
         max_eval: int = 0,
     ) -> None:
         self._train = train
-        # A task that training lists twice is evaluated once.
+        # A task that training has twice is evaluated once.
         evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
         self._held_out = evaluated[: max_eval or None]
         self._sandboxes = sandboxes
@@ -273,7 +273,7 @@ async def _one_turn(
     prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
 ) -> Trajectory:
     recorder = Recorder(prompt.token_ids.tolist())
-    # Score the engine's text, not the decoded tokens: those include the stop text.
+    # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
     completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
     is_cut = completion.finish_reason == "length"
     return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
@@ -284,22 +284,22 @@ class Groups(Protocol):
 
     @property
     def num_eval_prompts(self) -> int:
-        """Number of prompts of one evaluation; a request of purpose `eval` names one by its place."""
+        """Prompts of one evaluation; a request of purpose `eval` names one by its place."""
         ...
 
     @property
     def num_train_prompts(self) -> int:
-        """Number of prompts of one training epoch."""
+        """Prompts of one epoch of training."""
         ...
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
         """Return the assignment of this group.
 
         Args:
-            request: its `place` counts only the groups of this source.
-            seed: seed of the run: it determines the order of prompts and the hidden tests.
+            request: its `place` counts the groups of this source alone.
+            seed: the run's: it orders the prompts, and draws what the trajectories are scored by.
         Raises:
-            InputError: there is no player for the prompt.
+            InputError: nothing plays the prompt.
         """
         ...
 
@@ -311,8 +311,8 @@ class RunGroups:
 
     Args:
         groups: one for each source.
-        seed: seed of the run.
-        judges: judges that sources name; None if none does.
+        seed: the run's.
+        judges: that sources name; None where none does.
     """
 
     def __init__(
@@ -325,31 +325,31 @@ class RunGroups:
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
-        """Number of prompts of one evaluation, by source. Requests of purpose `eval` count through all sources."""
+        """Prompts of one evaluation by source. Requests of purpose `eval` count through all of them."""
         return tuple(groups.num_eval_prompts for groups in self._groups)
 
     @property
     def num_train_prompts(self) -> tuple[int, ...]:
-        """Number of prompts of one epoch, by source."""
+        """Prompts of one epoch by source."""
         return tuple(groups.num_train_prompts for groups in self._groups)
 
     def config_of(self, request: GroupRequest) -> Config:
-        """Return the run's configuration with the settings of the group's source."""
+        """The run's configuration as the group's source has it."""
         return self._sources[self._place(request)[0]].config
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        """See `Groups.assignment`; the request counts the groups of the whole run."""
+        """As `Groups.assignment`, for a request that counts the groups of the run."""
         index, place = self._place(request)
         assignment = await self._groups[index].assignment(replace(request, prompt=place), seed=seed)
         assignment = replace(assignment, prompt=replace(assignment.prompt, source=self._sources[index].name))
         if self._judges is None:
             return assignment
         judging = self._judges.of(self._sources[index].config.reward)
-        # Samples of an evaluation are not compared with each other.
+        # Evaluation's samples of one prompt are not compared with each other.
         return replace(assignment, judging=judging, compares=request.purpose == "group" and judging.compares)
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
-        """Return the index of the request's source, and the group's place within that source."""
+        """Index of the request's source, and its place among the groups of that."""
         if request.purpose == "eval":
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
@@ -359,7 +359,7 @@ class RunGroups:
         return request.source or 0, request.place
 
     async def close(self) -> None:
-        """Close the tools' resources, of all sources even if one fails."""
+        """End what the tools hold, of all sources whatever one of them says."""
         closing = [groups.close() for groups in self._groups]
         if self._judges is not None:
             closing.append(self._judges.close())
@@ -370,7 +370,7 @@ class RunGroups:
 
 
 async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
-    """Return the groups of a run.
+    """The groups of a run.
 
     Raises:
         UserError: a task, a file, the chat template or a tool can't be used; with the name of its source.
@@ -381,7 +381,7 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
     groups = RunGroups(sources, opened, seed=config.run.seed, judges=judges)
     try:
         if judges is not None:
-            await judges.check()  # before any prompt is sampled
+            await judges.check()  # before anything is sampled
         for source in sources:
             with naming(source):
                 opened.append(await _open(source.config, sandboxes))
@@ -392,10 +392,10 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
 
 
 def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
-    """Return the judges of a rollout worker; None if the run has none. Raises ConfigError: a key is not set.
+    """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set.
 
     Args:
-        of_run: include judges on the run's own servers.
+        of_run: also those on the run's own servers.
     """
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
@@ -409,7 +409,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    # In a thread: an environment may have to be installed, and its process started.
+    # In a thread: an environment may have to be installed, and its process asked.
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agents = await _agents(config, sandboxes, (*train, *held_out))
@@ -428,7 +428,7 @@ async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
 async def _agents(
     config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]
 ) -> TaskAgents | ExternalAgent | EnvironmentAgents | None:
-    """Return the players of the tasks; None: one turn without tools."""
+    """Return the players of the tasks; None: the policy speaks once."""
     if plays_environments(tasks):
         return EnvironmentAgents.of(config, sandboxes)
     if config.agent_name == SINGLE_TURN_AGENT:

@@ -1,12 +1,11 @@
-"""Players of environments' rows, and the environments' rewards. One player per source.
+"""Players of environments' rows, and the rewards that the environments give. One player for a source's rows.
 
     trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
     verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
 
-If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `TaskGroups`.
+An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `TaskGroups`.
 
-A scene is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
-the end.
+A trajectory meets an environment as a scene: it is reset once, tools change it, and it gives the reward at the end.
 
 Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
 """
@@ -52,10 +51,10 @@ from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolConte
 
 
 class Scene(Protocol):
-    """One trajectory's environment. Raises ToolFailedError for mistakes of the policy.
+    """One trajectory's environment. What the policy did wrong is a ToolFailedError.
 
     Raises, from any method:
-        ToolUnavailableError: the environment is lost.
+        ToolUnavailableError: it is lost.
     """
 
     async def reset(self, columns: Columns) -> str:
@@ -68,24 +67,24 @@ class Scene(Protocol):
 
 
 class Stage(Protocol):
-    """Makes scenes."""
+    """Gives scenes."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """Return the policy's tools, the same for all trajectories.
+        """The tools that the policy has, the same for all trajectories.
 
         Raises:
-            ConfigError: the environment can't be used.
+            ConfigError: it can't be used.
         """
         ...
 
     def scene(self) -> AbstractAsyncContextManager[Scene]:
-        """Return a new scene. Raises ToolUnavailableError: none is available."""
+        """Raises ToolUnavailableError: none can be had."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTurn:
-    """Reads a whole turn as the only argument of one tool call. See `ToolCallParser`."""
+    """Reads a turn as one call of a tool, whose one argument it is. See `ToolCallParser`."""
 
     tool: str
     argument: str
@@ -98,13 +97,13 @@ class WholeTurn:
 
 
 class SceneTool(ToolBase):
-    """One tool of a scene. Its state is the trajectory's scene.
+    """One of them. Its state is the trajectory's scene.
 
     Args:
-        timeout_s: the loop's deadline; the scene's own deadline comes first.
+        timeout_s: of the loop; the scene itself gives up before.
     """
 
-    ends_episode = True  # its effect in the last turn counts, too
+    ends_episode = True  # what it does in the last turn counts, too
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
@@ -122,7 +121,7 @@ log = logging.getLogger(__name__)
 VERDICT = "environment"
 """Name of the environment's verdict, among `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""Function that makes a loop from an environment's tools and, if turns are no calls, their reader."""
+"""From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
 
 
 class Player(Protocol):
@@ -136,7 +135,7 @@ class Player(Protocol):
 
 
 class ScenePlayer:
-    """Plays rows with the agent loop."""
+    """With the agent loop."""
 
     def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
         self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
@@ -145,7 +144,7 @@ class ScenePlayer:
         ]
 
     def prompt(self, task: EnvironmentTask) -> Prompt:
-        """Return the prompt, without token ids: the environment's first message is still to be appended."""
+        """It has no token ids: what the environment says first is part of what the policy reads."""
         text = self._loop.chat.render(task.messages)
         return Prompt(task=task.name, text=text, token_ids=np.empty(0, np.int32), messages=task.messages)
 
@@ -175,7 +174,7 @@ class ScenePlayer:
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
-        # Text of an environment is as untrusted as a tool's result.
+        # What an environment says is no more to be trusted than a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
@@ -190,7 +189,7 @@ class ScenePlayer:
 
 
 class VerifiersPlayer:
-    """Plays rows in the environment's own process, through the gateway."""
+    """Through the gateway."""
 
     def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
         self._process, self._agent = VerifiersProcess(environment), agent
@@ -222,9 +221,9 @@ class EnvironmentAgents:
     """See the module. `close` it.
 
     Args:
-        config: config of the source.
+        config: of the source.
         make_loop: see `OpenLoop`.
-        make_agent: makes the gateway for an environment that needs one, given a trajectory's time limit in seconds.
+        make_agent: from the seconds of a trajectory to the gateway of an environment that plays against one.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """Make it with the run's settings and tool file."""
+        """With the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
@@ -249,7 +248,7 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """Return the rows, each with its prompt.
+        """The rows, each with what is asked.
 
         Raises:
             UserError: an environment can't be used.
@@ -279,7 +278,7 @@ class EnvironmentAgents:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         stage = await asyncio.to_thread(stage_of, environment)
-        # Calls wait for each other, and the environment's own deadlines come first.
+        # Its calls wait for each other, and its own deadlines come first.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
@@ -302,15 +301,15 @@ async def environment_reward(played: Trajectory) -> Reward:
 
 
 def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
-    """Return the stage of an environment. Raises ConfigError: its class can't be found."""
+    """Raises ConfigError: its class can't be found."""
     return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
-    """Return True if these tasks are rows of environments.
+    """Whether these tasks are rows of environments.
 
     Raises:
-        InputError: only some of them are.
+        InputError: some are, and some are not.
     """
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
@@ -345,7 +344,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Return the messages with the environment's first message appended to the last one, as in TRL."""
+    """As in TRL, what the environment says first is put behind the last message."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
