@@ -134,8 +134,8 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
-            f"{at}agent_name {agent_name!r} is not an agent loop here; there are {' and '.join(AGENTS)}. Tools of your "
-            "own go into agent.tool_file (docs/tools.md)."
+            f"{at}agent_name {agent_name!r} is no agent loop here; there are {' and '.join(AGENTS)}. Tools of your own "
+            "go into agent.tool_file (docs/tools.md)."
         )
 
 
