@@ -187,7 +187,7 @@ async def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_be
     notes: list[str] = []
     for _ in range(2):  # the second has nothing to cut
         assert (await restore(Restored(set()), folder, note=notes.append))[0] == 0  # type: ignore[arg-type]
-    assert notes == ["there is no checkpoint yet: the run begins anew, and its 2 recorded steps are cut"]
+    assert notes == ["there is no checkpoint yet: the run starts over, and its 2 recorded steps are cut"]
 
 
 async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
