@@ -117,7 +117,7 @@ def serve(
     from rayapp.rollout.gateway.listening import bound
 
     if running and (model or max_tokens):
-        raise InputError("--running serves a run's policy as the run has it: leave --model and --max-tokens out.")
+        raise InputError("--running serves the policy with its run's settings: leave --model and --max-tokens out.")
     asked = load_config(config, [*(overrides or ()), *([f"model.path={json.dumps(model)}"] if model else [])])
     name = asked.run.name if running else asked.model.path
     if not running:

@@ -188,7 +188,7 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
         LearnerError: the model uses an attention option that packed attention lacks.
     """
     if not getattr(text, "num_attention_heads", None):
-        raise InputError("its config has no num_attention_heads, and the learner computes models with attention alone")
+        raise InputError("its config has no num_attention_heads, and the learner supports only models with attention")
     with _one_thread(), torch.random.fork_rng(devices=[]):
         causal_lm = _small_model(text, trust_remote_code=trust_remote_code)
         if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):

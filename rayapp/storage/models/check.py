@@ -183,7 +183,7 @@ def _hub_config(name: str) -> dict[str, Any]:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
         raise InputError(
-            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {first_line(error)}"
+            f"model.path {name!r} is neither a local folder nor a model that the hub provides: {first_line(error)}"
         ) from None
     return found
 
@@ -276,7 +276,7 @@ def _check_server(config: Config) -> None:
         found = answer.json()["tokens"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"distillation.base_url {section.base_url!r} does not tell the tokens of {section.teacher!r}: "
+            f"distillation.base_url {section.base_url!r} does not return the tokens of {section.teacher!r}: "
             f"{type(error).__name__}: {error}. It must be a vLLM server (vllm serve MODEL) that runs."
         ) from error
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):

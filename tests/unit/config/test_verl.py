@@ -1,4 +1,4 @@
-"""verl configurations: the whole job of the first seed, its YAML and every override, and what is refused."""
+"""verl configurations: the whole job of the first seed, its YAML and every override, and refused keys."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def seed_yaml(tmp_path: Path) -> Path:
 
 
 def imported(path: Path, *more: str) -> Imported:
-    """The seed's job; the shell takes the quotes away, as it does for the entrypoint."""
+    """Import the seed's job; the shell removes the quotes, as it does for the entrypoint."""
     return import_verl(path, [*shlex.split(OVERRIDES), *more])
 
 
@@ -363,7 +363,7 @@ def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> No
     dumped = imported(
         seed_yaml, f"{loss}.loss_mode=sapo", f"{loss}.clip_cov_lb=0.5", "actor_rollout_ref.actor.tau_pos=2.0"
     ).config
-    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump of verl's has those of all losses
+    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump has the keys of all losses
 
 
 def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:

@@ -67,7 +67,7 @@ def test_all_of_it_is_off_by_default() -> None:
         ([0.0, 1.0], None, True),
         ([1.0, 1.0], None, False),
         ([0.0, 0.0], None, False),
-        ([0.5, 0.5, 0.0], [True, True, False], False),  # the third's 0 is nobody's verdict
+        ([0.5, 0.5, 0.0], [True, True, False], False),  # the third's 0 is not a verdict
         ([0.5, 0.0], [True, False], True),  # one valid: a failure, which has its own budget
         ([0.0, 0.0], [False, False], True),
     ],
@@ -210,7 +210,7 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
         {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
     )
     played = replace(trajectory(1000, Reward(value=1.0)), response_mask=np.arange(1001) >= 900)
-    # Two conversations of 900 tokens that are read and 50 that are sampled each: the second begins anew.
+    # Two conversations, each with 900 prompt tokens and 50 sampled ones: the second begins after -1.
     forked = replace(
         trajectory(1899, Reward(value=1.0)),
         response_mask=np.arange(1900) % 950 >= 900,

@@ -1,4 +1,5 @@
-"""Our estimators and losses are verl's own functions on the same numbers, under names the CLI knows without verl."""
+"""Our estimators and losses are verl's own functions on the same numbers, under names that the CLI knows without
+verl."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def drawn_inputs(seed: int) -> AdvantageInputs:
 
 
 def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) -> torch.Tensor:
-    """What verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these rows."""
+    """Return what verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these
+    rows."""
     from verl import DataProto
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -144,7 +146,7 @@ def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) ->
 
 
 def gdpo_without_deviations(given: AdvantageInputs) -> torch.Tensor:
-    """The one term less its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
+    """Return the only term minus its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
     from verl.utils.torch_functional import masked_whiten
 
     term, mask = given.reward_terms["pass_rate"], response_mask(given.num_response_tokens)
@@ -241,7 +243,7 @@ def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(na
     config = loss_config(name, mode)
     actor = make_actor_config(config, SCALE)
     for seed in range(5):
-        # From hardly any difference to the sampling policy to ratios of a hundred: every clip and bound is met.
+        # From nearly equal policies to ratios of a hundred, so that every clip and bound is reached.
         spread = 0.05 * 3.0**seed
         log_probs = (-spread * torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
         rows = loss_rows(log_probs)

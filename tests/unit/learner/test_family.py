@@ -1,4 +1,4 @@
-"""Which families of models the learner computes as transformers does, and what is said of the others."""
+"""Families that the learner computes as transformers does, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def same(folder: Path) -> ModelTokenizer:
 
 
 def written(render: Callable[[], Any]) -> tuple[str, str]:
-    """Return the text, or the name of the error and how it begins."""
+    """Return the text, or the name and beginning of the error."""
     try:
         return "", str(render())
     except Exception as error:

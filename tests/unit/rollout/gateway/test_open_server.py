@@ -1,4 +1,4 @@
-"""`rayapp serve`'s server without Ray: asked by the real SDKs, over a scripted policy."""
+"""`rayapp serve`'s server without Ray: called by the real SDKs, over a scripted policy."""
 
 from __future__ import annotations
 
