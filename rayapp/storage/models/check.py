@@ -54,9 +54,9 @@ def _refuse_shards(folder: Path) -> None:
         if shards := sorted(place.glob("model_world_size_*_rank_*.pt")):
             merged = f"{folder}-merged"
             raise InputError(
-                f"model.path {str(folder)!r} holds {len(shards)} FSDP shards of verl, not a model. Merge them once where "
-                f"verl is installed: `python -m verl.model_merger merge --backend fsdp --local_dir {place} --target_dir "
-                f"{merged}`, then set model.path={merged}."
+                f"model.path {str(folder)!r} holds {len(shards)} FSDP shards of verl, not a model. Merge them once "
+                f"where verl is installed: `python -m verl.model_merger merge --backend fsdp --local_dir {place} "
+                f"--target_dir {merged}`, then set model.path={merged}."
             )
 
 
