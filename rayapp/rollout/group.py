@@ -1,8 +1,8 @@
-"""One group from prompt to rewards: G episodes side by side, each scored as soon as it ends.
+"""One group from prompt to rewards: G plays side by side, each scored as soon as it ends.
 
-    Assignment(prompt, play, truth) --G times: play -> Episode, verdict -> Reward--> Trajectory --> Group, GroupSummary
+    Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
+Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. A trajectory
 that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
 a tool, an environment, a task or a judge raises or returns costs its own trajectory. Only errors of
 `verdict.ENDS_GROUP` are raised.
@@ -13,16 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.core.protocols import RolloutEngine
+from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
     Completion,
@@ -35,11 +33,12 @@ from rayapp.core.types import (
     SamplingParams,
     Trajectory,
 )
-from rayapp.rollout.agent.outcome import episode_terms, failure_of, to_trajectory, tool_rewards, with_reward, with_terms
-from rayapp.rollout.order import GroupRequest, sampling_of
-from rayapp.rollout.recorder import Episode
+from rayapp.rollout.agent.outcome import play_terms, tool_rewards, with_reward, with_terms
+from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
+from rayapp.rollout.problem import Agent, Problem
+from rayapp.rollout.recorder import Recorder, failed
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
-from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Weights, named, settled, verdict
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, named, settled, verdict
 
 if TYPE_CHECKING:
     from rayapp.tasks.judges.judging import Judging  # imports aiohttp
@@ -47,49 +46,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Play(Protocol):
-    """Plays one episode of a prompt, without a deadline of its own."""
-
-    def __call__(
-        self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Coroutine[Any, Any, Episode]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Prompt, player and scoring of one group's trajectories."""
-
-    prompt: Prompt
-    """Prompt of all trajectories; the group records it."""
-    play: Play
-    truth: Callable[[Episode], Awaitable[Reward]]
-    """Scores an episode that did not fail. May raise anything: see `verdict`."""
-    weights: Weights = PLAIN
-    records_calls: bool = True
-    """Whether rewards have terms of tools and turns."""
-    judging: Judging | None = None
-    compares: bool = False
-    """Whether judges compare the trajectories of the group."""
-
-    @property
-    def compare_timeout_s(self) -> float:
-        """Part of the group's deadline that is kept for comparisons."""
-        return self.judging.compare_timeout_s if self.judging is not None and self.compares else 0.0
-
-
 async def run_group(
     request: GroupRequest,
-    assignment: Assignment,
+    problem: Problem,
+    agent: Agent,
     *,
+    sandboxes: SandboxSource,
+    judging: Judging | None = None,
     engine: RolloutEngine,
     sampling: SamplingParams,
     group_size: int,
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Play and score `group_size` episodes of one prompt.
+    """Have the agent play a problem `group_size` times, and score each play.
 
     Args:
+        problem: with the prompt that the agent gave it.
+        sandboxes: where answers are scored.
+        judging: compares the trajectories of training groups; evaluation's samples of a prompt are not compared.
         sampling: for every trajectory; its seed and stop texts are filled in here.
         seed: the run's seed.
         deadline_s: trajectories not finished by then are recorded as failed.
@@ -99,53 +74,62 @@ async def run_group(
         ProcessDiedError, ObjectsLostError: another process of ours is gone.
         SandboxConfigError: no sandbox can ever be had with this configuration.
     """
-    started = time.monotonic()
-    sampling = replace(sampling, stop=assignment.prompt.stop)
+    started, prompt = time.monotonic(), problem.prompt
+    sampling = replace(sampling, stop=prompt.stop)
+    comparing = judging if judging is not None and judging.compares and request.purpose == "group" else None
+    play_s = deadline_s - (comparing.compare_timeout_s if comparing is not None else 0.0)
+    tests_seed = scoring_seed(request.group_id, seed=seed)
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        request_id = RequestId(request.purpose, request.group_id, index)
-        seat = _CohortPlace(engine, request_id, assignment.prompt, own)
-        return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
+        seat = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
+
+        async def scored() -> Trajectory:
+            played = await guarded(lambda: _played(agent, problem, seat), _failed_play)
+            return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
+
+        played = await _in_time(scored, seat, prompt, play_s)
+        if played.turns:
+            return played
+        return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
 
     trajectories = await side_by_side(one(index) for index in range(group_size))
-    if assignment.judging is not None and assignment.compares:
+    if comparing is not None:
         left_s = deadline_s - (time.monotonic() - started)
-        trajectories = await _compared(assignment.judging, assignment.prompt, trajectories, left_s)
-    group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
+        trajectories = await _compared(comparing, prompt, trajectories, left_s)
+    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
-async def _trajectory(
-    request: GroupRequest, assignment: Assignment, seat: _CohortPlace, deadline_s: float
+async def _in_time(
+    scored: Callable[[], Awaitable[Trajectory]], seat: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    prompt = assignment.prompt
+    """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
                 # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
                 await seat.fill()
-            episode = await guarded(lambda: _played(assignment.play, seat), _failed_play)
-            reward = await _scored(assignment, episode)
+            played = await scored()
         await seat.fill()
+        return played
     except (StaleVersionError, EngineDeadError):
         # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
         raise
     except (EngineError, DeadlineError) as error:
         # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
-        return _failed_trajectory(prompt, request, "engine", str(error))
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await seat.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
-        return _failed_trajectory(prompt, request, "deadline", detail)
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
         await seat.fill()
-        return _failed_trajectory(prompt, request, "agent", str(error), RolloutStatus.ERROR_TASK)
-    return to_trajectory(episode, reward, asked_version=request.policy_version)
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
 
 
 class _PlayFailedError(Exception):
-    """The player of a trajectory raised, or returned no Episode."""
+    """The agent raised, or returned no Trajectory."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -154,34 +138,34 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(play: Play, seat: _CohortPlace) -> Episode:
-    """Play one episode. A plug-in's is checked: the terms and the arrays of the group are made from it."""
-    episode: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
-    if not isinstance(episode, Episode):
-        raise TypeError(f"it gave a {type(episode).__name__}, not an Episode")
-    if not episode.token_ids.shape == episode.response_mask.shape == episode.rollout_log_probs.shape:
+async def _played(agent: Agent, problem: Problem, seat: _CohortPlace) -> Trajectory:
+    """Play once. A plug-in's trajectory is checked: the terms and the arrays of the group are made from it."""
+    played: object = await agent.play(problem, engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    if not isinstance(played, Trajectory):
+        raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
+    if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
         raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
-    if not isinstance(episode.final_text, str):
-        raise TypeError(f"its answer is a {type(episode.final_text).__name__}, not a text")
-    gained = tool_rewards(episode)
-    for value in (gained.calls, gained.verdicts, *episode_terms(episode).values()):
+    if not isinstance(played.completion_text, str):
+        raise TypeError(f"its answer is a {type(played.completion_text).__name__}, not a text")
+    gained = tool_rewards(played)
+    for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
-    return episode
+    return played
 
 
-async def _scored(assignment: Assignment, episode: Episode) -> Reward:
-    """Return the episode's reward; an invalid one if it failed."""
-    if episode.status.is_error:
-        reward = failure_of(episode)
-    else:
-        judging, prompt = assignment.judging, assignment.prompt
+async def reward_of(
+    problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
+) -> Reward:
+    """Return the reward of a trajectory; if it failed, the invalid one that it has. `seed` draws hidden tests."""
+    reward = settled(played.reward)
+    if not played.status.is_error:
         reward = await verdict(
-            partial(assignment.truth, episode),
-            weights=assignment.weights,
-            tools=tool_rewards(episode) if assignment.records_calls else None,
-            judge=partial(judging.with_scores, prompt, episode.final_text) if judging is not None else None,
+            lambda: problem.truth(problem, played, sandboxes, seed),
+            weights=problem.weights or PLAIN,
+            tools=tool_rewards(played) if problem.weights is not None else None,
+            judge=partial(judging.with_scores, problem.prompt, played.completion_text) if judging is not None else None,
         )
-    return with_terms(reward, episode) if assignment.records_calls else reward
+    return with_terms(reward, played) if problem.weights is not None else reward
 
 
 async def _compared(
@@ -201,24 +185,9 @@ async def _compared(
     return [with_reward(each, settled(reward)) for each, reward in zip(trajectories, rewards, strict=True)]
 
 
-def _failed_trajectory(
-    prompt: Prompt,
-    request: GroupRequest,
-    kind: str,
-    detail: str,
-    status: RolloutStatus = RolloutStatus.ERROR_ENGINE,
-) -> Trajectory:
-    """A trajectory with no response: it keeps its place in the group and carries no signal."""
-    return Trajectory(
-        token_ids=prompt.token_ids,
-        response_mask=np.zeros(prompt.token_ids.size, np.bool_),
-        rollout_log_probs=np.zeros(prompt.token_ids.size, np.float32),
-        completion_text="",
-        reward=Reward.invalid(kind, detail),
-        status=status,
-        min_policy_version=request.policy_version,
-        max_policy_version=request.policy_version,
-    )
+def _unplayed(prompt: Prompt) -> Trajectory:
+    """Return a trajectory with no response: it keeps its place in the group and carries no signal."""
+    return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from rayapp.config.loading import load_config
-from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.recorder import Episode
+from rayapp.rollout.problem import problem_of_row
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 
@@ -35,7 +37,7 @@ def call(name: str, **arguments: object) -> str:
 
 async def play(
     tokenizer: Any, config_name: str, turns: Sequence[str], replaced: Mapping[str, str], left_out: Sequence[str] = ()
-) -> Episode:
+) -> Trajectory:
     """The shipped configuration's agent, with single arguments of its command replaced or left out."""
     path = ROOT / "configs" / "agents" / config_name
     config = load_config(path, ["rollout.max_prompt_tokens=200000", "learner.max_tokens_per_microbatch=400000"])
@@ -58,8 +60,12 @@ async def play(
     )
 
     try:
-        return await agent.playing("t", MESSAGES)(
-            engine=engine, sampling=SamplingParams(max_tokens=5000), request_id=RequestId("group", 0)
+        row = DataRow(messages=MESSAGES, data_source="openai/gsm8k", ground_truth="")
+        return await agent.play(
+            problem_of_row(row, AnswerRewards()),
+            engine=engine,
+            sampling=SamplingParams(max_tokens=5000),
+            request_id=RequestId("group", 0),
         )
     finally:
         await agent.close()
@@ -78,21 +84,21 @@ async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: 
         '--config=environment.run_args=["--rm", "--network=none", "--volume={folder}:/work"]',
     )
 
-    episode = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here, of_docker)
+    played = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here, of_docker)
 
-    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
-    assert episode.answer == "hello\n"
-    assert [record.name for turn in episode.turns for record in turn.calls] == ["bash", "bash"]
-    assert episode.forks == ()
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.completion_text == "hello\n"
+    assert [record.name for turn in played.turns for record in turn.calls] == ["bash", "bash"]
+    assert played.forks == ()
 
 
 async def test_codex_plays_and_its_history_is_one_line(chat_tokenizer: Any) -> None:
     turns = [call("exec_command", cmd="echo hello > solution.py; cat solution.py"), "It is done."]
 
-    episode = await play(chat_tokenizer, "codex.yaml", turns, {})
+    played = await play(chat_tokenizer, "codex.yaml", turns, {})
 
-    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
-    assert episode.answer == "hello\n"
-    assert "hello" in episode.turns[0].calls[0].output
-    assert episode.final_text == "hello\n"
-    assert episode.forks == ()
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.completion_text == "hello\n"
+    assert "hello" in played.turns[0].calls[0].output
+    assert played.completion_text == "hello\n"
+    assert played.forks == ()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.curves import PANELS, Metrics, Panel, curve, keys_of_panel
+from rayapp.runs.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
 from rayapp.runs.view.details import (
     cut,
     diff_lines,
@@ -209,7 +209,7 @@ def test_a_file_without_one_of_the_columns_is_a_problem_on_the_page_and_the_othe
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder"):
+    with pytest.raises(InputError, match="is not a run folder"):
         open_source(str(tmp_path))
 
 
@@ -245,6 +245,7 @@ def test_a_pattern_stands_for_something_between_its_ends() -> None:
 
     assert keys_of_panel(panel, known) == ["reward/style/mean", "x"]
     assert len({panel.title for panel in PANELS}) == len(PANELS)
+    assert {panel.title for panel in PANELS} == MEANINGS.keys(), "every panel says what it shows"
 
 
 @pytest.mark.parametrize(
