@@ -68,8 +68,9 @@ class ModelSection(FrozenModel):
 
 
 class RolloutSection(FrozenModel):
-    group_size: int = Field(16, ge=2)
-    """Trajectories per prompt (G). At 1 every group-relative advantage is zero."""
+    group_size: int = Field(16, ge=1)
+    """Trajectories per prompt (G), the greedy baseline of remax included. 1 only where nothing compares a group: with
+    reinforce_plus_plus, or distillation without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt. Longer ones are refused before training starts."""
     max_completion_tokens: int = Field(256, ge=1)
