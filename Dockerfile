@@ -1,6 +1,6 @@
-# The image of a run: Ray head, workers, dataset Job. Build: docker build --build-arg DEVICE=gpu -t REGISTRY/rayapp:VERSION .
-# Everything is installed here; a pod that starts installs nothing. For an image that is the same every time, give the base
-# by digest: --build-arg PYTHON_IMAGE=python@sha256:...
+# The image of all pods of a run: Ray head, workers, dataset Job. Build: docker build --build-arg DEVICE=gpu -t REGISTRY/rayapp:VERSION .
+# Everything is installed at build time; a pod installs nothing when it starts. For a reproducible image give the base by
+# digest: --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=gpu
@@ -15,7 +15,7 @@ COPY configs configs
 RUN .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e .
 
 FROM ${PYTHON_IMAGE}
-# libibverbs1, librdmacm1, ibverbs-providers: NCCL's way between nodes; without them it takes TCP and says nothing.
+# libibverbs1, librdmacm1, ibverbs-providers: RDMA for NCCL between nodes; without them it silently falls back to TCP.
 # gcc: vLLM compiles kernels when it starts. g++: so does torch.compile (learner.compile). wget: KubeRay's probes call it. procps: Ray's dashboard calls ps.
 # hadolint ignore=DL3008
 RUN apt-get update \

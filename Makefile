@@ -1,11 +1,11 @@
 # make train   create .venv, fetch the model, train CONFIG          make test    run the tests
 # make bench   measure, and compare with the last records           make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
-# make test-fast   tests/unit without those marked slow: a minute, to run after every change
+# make test-fast   tests/unit without the slow tests: a minute, to run after every change
 # make docs        the site of docs/, in build/site
-# make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
-# make test ARGS="-m long"                those that take half an hour more
-# make bench BENCH=grpo_step ARGS="--rounds 2"   one of docs/results.md, with arguments of its own
+# make test JOBS=1 ARGS="-x tests/unit"   only these tests, one file at a time
+# make test ARGS="-m long"                the long tests, half an hour
+# make bench BENCH=grpo_step ARGS="--rounds 2"   one benchmark of docs/results.md, with its own arguments
 # Variables: CONFIG=configs/coding_warmup_cpu.yaml  ARGS="train.num_steps=50"  DEVICE=cpu|gpu  INSTALLER=auto|uv|pip  PYTHON=python3.12
 
 CONFIG ?= configs/coding_warmup_cpu.yaml
@@ -13,18 +13,18 @@ DEVICE ?= cpu
 INSTALLER ?= auto
 ARGS ?=
 BENCH ?=
-# Files of tests that run side by side, one more than this machine has cores: much of their time is waiting.
+# Test files that run in parallel. 3 suits two cores: tests spend much of their time waiting.
 JOBS ?= 3
 BIN := .venv/bin
-# Our files are UTF-8 whatever the locale of who calls make.
+# Our files are UTF-8, whatever the locale.
 export PYTHONUTF8 := 1
-# Empty is off: what is compiled is kept, where an image (and CI) forbids it to every process of every test.
+# Empty: keep compiled bytecode even where an image or CI disables it; otherwise every test process compiles again.
 export PYTHONDONTWRITEBYTECODE :=
-# Each module is compiled when it is first imported, a fifth of them: all would take a minute more. `now` is for images.
+# later: a module is compiled at its first import, which a fifth of them have. now: all, a minute more; for images.
 BYTECODE ?= later
 
 # The first interpreter that is new enough and can make environments: a version manager's stub or a Python without
-# ensurepip answers to the name, but can't.
+# ensurepip can't.
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c '$(SUITABLE)' 2>/dev/null && echo "$$p" && break; done)
 
@@ -57,7 +57,7 @@ format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# In an environment of its own: what writes pages is in no lock of the runs.
+# In a separate environment: the locks of runs don't hold the documentation's packages.
 docs:
 	@test -x build/docs-venv/bin/mkdocs || { "$(PYTHON)" -m venv build/docs-venv && build/docs-venv/bin/pip install --quiet -r runtime_env/requirements-docs.txt; }
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet && echo "build/site/index.html"

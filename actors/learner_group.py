@@ -51,7 +51,7 @@ class LearnerGroup:
 
     @property
     def _data_parallel(self) -> int:
-        """Groups of ranks that train on different trajectories."""
+        """Number of groups of ranks; each group trains on different trajectories."""
         return len(self.handles) // self.config.learner.sequence_parallel
 
     async def rest(self) -> None:
@@ -63,7 +63,7 @@ class LearnerGroup:
         return self._version == version
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
-        """One optimizer step on these groups, dealt out so that every rank has about as many tokens.
+        """Take one optimizer step on these groups, distributed so that every rank has about as many tokens.
 
         Args:
             refs: references to the groups, in the order of `summaries`; only ranks that train on one fetch it.
@@ -85,13 +85,13 @@ class LearnerGroup:
     async def train_on(
         self, step: int, summaries: tuple[GroupSummary, ...], groups: Sequence[Group]
     ) -> dict[str, float]:
-        """`train_step` on groups that are here and not in the object store yet."""
+        """Do `train_step` on groups that are in this process and not in the object store yet."""
         import ray
 
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
     async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-        """One optimizer step on demonstrations, dealt out as `train_step` deals groups."""
+        """Take one optimizer step on demonstrations, distributed as `train_step` distributes groups."""
         self._version = None
         results = await self._all(
             handle.supervised_step(step, dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
@@ -100,7 +100,7 @@ class LearnerGroup:
         return dict(results[0])
 
     async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
-        """The loss of these demonstrations under the weights as they are."""
+        """Return the loss of these demonstrations under the present weights."""
         losses = await self._all(
             handle.supervised_loss(dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
         )
@@ -121,7 +121,7 @@ class LearnerGroup:
         return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
-        """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.
+        """Return log-probs of the step's response tokens before its update, by the trajectory's position in the step.
 
         Raises:
             LearnersLostError: a learner is gone.
@@ -130,7 +130,7 @@ class LearnerGroup:
         return dict(found)
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """References to rank 0's `WeightBucket`s, each as soon as it is in the object store.
+        """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store.
 
         Raises:
             LearnersLostError: a learner is gone.
@@ -147,7 +147,7 @@ class LearnerGroup:
             raise LearnersLostError(f"a learner died while it gave its weights. {error}") from None
 
     async def open_weight_group(self, servers: Sequence[VllmServerHandle], timeout_s: float) -> None:
-        """Every rank makes its end of a new group with these servers; rank 0 listens on its own node.
+        """Form a new group of all ranks and these servers; rank 0 listens on its own node.
 
         Raises:
             WeightSyncError: a member did not join in time.
@@ -162,7 +162,7 @@ class LearnerGroup:
         """Send the present weights to the group's servers. Returns rank 0's bytes and seconds.
 
         Raises:
-            WeightSyncError: they did not all get there; the ranks are as they were.
+            WeightSyncError: not all weights arrived; the ranks are unchanged.
             LearnersLostError: a rank failed by itself; the others wait for it.
         """
         try:
@@ -174,10 +174,10 @@ class LearnerGroup:
         return dict(results[0])
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
-        """Every rank copies its state aside and starts to write it.
+        """Let every rank copy its state and start to write it.
 
         Raises:
-            CheckpointError: it is not this version's.
+            CheckpointError: the ranks don't hold this version.
         """
         if not self.holds(version):
             held = "what a step left half done" if self._version is None else f"version {self._version}"
@@ -189,7 +189,7 @@ class LearnerGroup:
         """Return True if every rank has written its part.
 
         Raises:
-            CheckpointError: one can't.
+            CheckpointError: a rank can't write its part.
         """
         left = [handle for handle in self.handles if handle.name not in self._written]
         done = await self._all(handle.checkpoint_done() for handle in left)
@@ -210,8 +210,8 @@ class LearnerGroup:
         """Return every rank's answer.
 
         Raises:
-            LearnersLostError: a rank died or hangs, or what it was to train on was on a node that is gone: the others
-                wait for it in the middle of the step.
+            LearnersLostError: a rank died or hangs, or its groups were on a node that is gone: the others wait for it
+                in the middle of the step.
         """
         running = [asyncio.ensure_future(call) for call in calls]
         try:

@@ -67,7 +67,7 @@ class ModelServerMember(_WatchedActor):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMember(_WatchedActor):
-    """A rollout worker. Local sandboxes end with it; sandboxes that it leased go to others."""
+    """A rollout worker. Its local sandboxes end with it; the pool takes leased ones back."""
 
     handle: RolloutWorkerHandle
     start_timeout_s: float

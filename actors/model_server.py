@@ -1,6 +1,6 @@
 """`model-server-NAME`: runs `vllm serve` for a model that the run does not train. Its clients use HTTP.
 
-    Ray actor --standard input--> keeper -> vllm serve -> its engine's processes
+    Ray actor --standard input--> supervisor -> vllm serve -> its engine's processes
 
 All of them end with the actor, even on SIGKILL. After a restart the actor listens at the same address.
 """
@@ -122,7 +122,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the keeper, and the server that it would have killed
+            os.killpg(process.pid, signal.SIGKILL)  # the supervisor, and the server that it would have killed
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -135,7 +135,7 @@ class ModelServer(Restartable):
 
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command under a keeper, which ends it when its standard input closes: when this process ends."""
+    """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
     return subprocess.Popen(kept(command), stdin=subprocess.PIPE, start_new_session=True)
 
 

@@ -50,7 +50,7 @@ class RayConnection:
 
 @dataclass(slots=True)
 class _Kept:
-    """The connection of a `one_connection` block, once there is one, and its exit stack."""
+    """The connection of a `one_connection` block, once it is open, and its exit stack."""
 
     exits: ExitStack
     session: RayConnection | None = None
@@ -250,7 +250,7 @@ def _make_token_folder() -> None:
 
 
 def _address_of_ray_start() -> str:
-    """Return the address of the Ray that `ray start` last started on this machine, if it is alive; else empty.
+    """Return the address of the Ray that `ray start` last started on this machine if it is alive, else an empty text.
 
     `ray.init(address="auto")` would take any Ray, even another run's own, which ends with that run.
     """

@@ -81,34 +81,34 @@ class GpuShare:
     num_gpus: float = 0.0
     """GPUs reserved for this actor alone."""
     visible_devices: str = ""
-    """Ids of GPUs that it shares with their owners; only without num_gpus."""
+    """Ids of the GPUs that it shares with their owners; only if num_gpus is 0."""
 
 
 ANYWHERE = GpuShare()
 
 
-def spawn(role: str | Role, name: str, *args: object, seat: GpuShare = ANYWHERE) -> Any:
-    """Start one actor and return its Ray handle at once; the constructor runs over there.
+def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE) -> Any:
+    """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
 
     Args:
-        role: a key of ROLES, or one that is not among them.
+        role: a key of ROLES, or a role that is not in ROLES.
         name: its name in the dashboard, unique in the namespace.
         args: arguments of the constructor.
-        seat: see `actors.placement`.
+        share: the GPUs that the actor gets (`actors.placement`).
     Raises:
-        ConfigError: another run of this name goes on.
+        ConfigError: another run of this name is in progress.
     """
     spec = ROLES[role] if isinstance(role, str) else role
     options: dict[str, Any] = {
         "name": name,
         "num_cpus": spec.num_cpus,
-        "num_gpus": seat.num_gpus,
+        "num_gpus": share.num_gpus,
         "max_restarts": spec.max_restarts,
         "max_task_retries": 0,
-        "runtime_env": {"env_vars": role_env(role, seat)},
+        "runtime_env": {"env_vars": role_env(role, share)},
     }
-    if seat.strategy is not None:
-        options["scheduling_strategy"] = seat.strategy
+    if share.strategy is not None:
+        options["scheduling_strategy"] = share.strategy
     if spec.is_detached:
         options["lifetime"] = "detached"
     if spec.max_concurrency is not None:
@@ -123,14 +123,14 @@ def spawn(role: str | Role, name: str, *args: object, seat: GpuShare = ANYWHERE)
         ) from None
 
 
-def role_env(role: str | Role, seat: GpuShare = ANYWHERE) -> dict[str, str]:
+def role_env(role: str | Role, share: GpuShare = ANYWHERE) -> dict[str, str]:
     """Return the environment variables of a role's process, from `environments/<role>.yaml`."""
     owner = role if isinstance(role, str) else role.env_of
     text = (ENVIRONMENTS / f"{owner.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
-    if seat.num_gpus == 0:
+    if share.num_gpus == 0:
         # Since Ray 2.58 an actor with num_gpus=0 sees every GPU; CUDA must not start there by accident.
-        env["CUDA_VISIBLE_DEVICES"] = seat.visible_devices
+        env["CUDA_VISIBLE_DEVICES"] = share.visible_devices
     return env
 
 

@@ -117,12 +117,12 @@ class Started:
         self._handles: list[Any] = []
         self.placement: Placement | None = None
 
-    def spawn(self, role: str, name: str, *args: object, seat: GpuShare) -> Any:
+    def spawn(self, role: str, name: str, *args: object, share: GpuShare) -> Any:
         """Spawn an actor of a role, or its stand-in."""
         stand_in = self._stand_ins.get(role)
         if stand_in is None:
-            return spawn(role, name, *args, seat=seat)
-        return spawn(stand_in.role, name, *args, *stand_in.arguments, seat=seat)
+            return spawn(role, name, *args, share=share)
+        return spawn(stand_in.role, name, *args, *stand_in.arguments, share=share)
 
     def add(self, handle: Any) -> Any:
         self._handles.append(handle)
@@ -220,7 +220,7 @@ def spawn_servers(
             _server(
                 config,
                 name,
-                started.spawn("vllm-server", name, config, index, must_sync, seat=placement.server(index)),
+                started.spawn("vllm-server", name, config, index, must_sync, share=placement.server(index)),
             )
         )
         for index, name in enumerate(server_names(config))
@@ -234,7 +234,7 @@ def spawn_model_servers(
     handles: dict[str, ModelServerHandle] = {}
     for section in asked:
         name = f"model-server-{section.name}"
-        actor = spawn("model-server", name, config, section, seat=placement.model_server(section.name))
+        actor = spawn("model-server", name, config, section, share=placement.model_server(section.name))
         handles[section.name] = started.add(ModelServerHandle(actor, name))
     return handles
 
@@ -258,7 +258,7 @@ async def spawn_learners(config: Config, started: Started, placement: Placement)
     for rank in range(world_size):
         name = f"learner-{rank}"
         await name_is_free(name)
-        actor = started.spawn("learner", name, config, rank, world_size, address, port, seat=placement.learner(rank))
+        actor = started.spawn("learner", name, config, rank, world_size, address, port, share=placement.learner(rank))
         handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
     return tuple(handles)
 

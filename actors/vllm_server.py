@@ -33,11 +33,10 @@ class VllmServer(Restartable):
     """See the module.
 
     Args:
-        config: of the run.
+        config: config of the run.
         index: N of the name.
-        must_sync: refuse to generate until weights were loaded: a server that is started again holds the base
-            model's.
-        start_engine: as `VllmEngine.start`.
+        must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
+        start_engine: starts the engine; by default `VllmEngine.start`.
     """
 
     def __init__(
@@ -51,10 +50,10 @@ class VllmServer(Restartable):
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
         self._is_settled = asyncio.Event()
-        """Unset while weights arrive: new requests wait, and requests in flight go on afterwards."""
+        """Unset while weights arrive: new requests wait, and requests in flight continue afterwards."""
         self._is_settled.set()
         self._is_sealed = False
-        """Whether new weights are loaded and checked, and wait for `go_on`."""
+        """True if new weights are loaded and checked, and `go_on` has not been called yet."""
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -62,7 +61,7 @@ class VllmServer(Restartable):
     async def start(self) -> dict[str, Any]:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
-        # A seed of its own: servers that sample the same noise would explore the same.
+        # A different seed for each server: with equal noise, servers would sample the same completions.
         self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
@@ -86,7 +85,7 @@ class VllmServer(Restartable):
         Raises:
             StaleVersionError: this server holds older weights than the caller needs.
         """
-        # The caller's deadline holds; a server whose update never ends is killed by the sync's.
+        # No deadline here: the caller has one, and the sync's deadline ends a server whose update never finishes.
         await self._is_settled.wait()
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
@@ -98,7 +97,8 @@ class VllmServer(Restartable):
     async def generate_many(
         self, requests: list[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """Generate each; yields those that end together in one list. Errors are values: the others go on."""
+        """Generate for every request; yield lists of the results that end together. An error is a result: the others
+        continue."""
         async for ended in as_they_end([self._generate_one(request) for request in requests]):
             yield ended
 
@@ -107,10 +107,10 @@ class VllmServer(Restartable):
         return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
-        """Take a version from references to `WeightBucket`s: a whole update, from `begin_update` to `go_on`.
+        """Load a policy version from references to `WeightBucket`s: a whole update, from `begin_update` to `go_on`.
 
         Returns:
-            bytes, seconds to copy into shared memory, seconds in the engine.
+            Bytes, seconds to copy into shared memory, seconds in the engine.
         Raises:
             WeightSyncError: this server must be replaced.
         """
@@ -122,8 +122,8 @@ class VllmServer(Restartable):
 
     async def _load_weights(self, engine: VllmEngine, version: int, buckets: list[Any]) -> dict[str, float]:
         started = time.monotonic()
-        # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by
-        # default, need not hold it. The engine's processes open it through /proc.
+        # A file in memory without a name: nothing is left behind if this process is killed, and its size does not count
+        # for /dev/shm, by default 64 MB in a container. The engine's processes open it through /proc.
         with os.fdopen(os.memfd_create("rayapp-weights"), "wb") as file:
             weights = await _copied(buckets, file)
             copied = time.monotonic()
@@ -143,7 +143,7 @@ class VllmServer(Restartable):
         }
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """Make the engine's workers members of the learners' group. They keep it until they join another."""
+        """Make the engine's workers members of the learners' group. They stay members until they join another group."""
         await self._started_engine().join_weight_group(init_info)
 
     async def begin_update(self) -> None:
@@ -152,19 +152,19 @@ class VllmServer(Restartable):
         await engine.begin_update()
 
     async def _expect_weights(self) -> VllmEngine:
-        """Let requests wait, and refuse them unless the update that follows finishes. Returns the engine."""
-        await self.go_on()  # the learners may have been lost after the last update, before they called it
+        """Let requests wait until the following update finishes; they are refused if it fails. Returns the engine."""
+        await self.go_on()  # the learners may have died between the last update and their call of `go_on`
         engine = self._started_engine()
         self._is_settled.clear()
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
         return engine
 
     async def receive_weights(self, update_info: Any) -> None:
-        """Have the engine's workers receive the weights that the learners send now, or a part of them."""
+        """Have the engine's workers receive the weights, or part of the weights, that the learners send now."""
         await self._started_engine().receive_weights(update_info)
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights that have arrived; `go_on` comes next. Returns how many tensors were checked.
+        """Check the weights that have arrived; call `go_on` next. Returns the number of tensors that were checked.
 
         Raises:
             WeightSyncError: they differ from the weights that the learners sent; this server must be replaced.
@@ -174,10 +174,10 @@ class VllmServer(Restartable):
         return num_held
 
     async def go_on(self) -> int:
-        """Serve with the weights of a finished update: a server that slept takes its memory back, and requests go on
-        from the same tokens.
+        """Serve with the weights of a finished update: a sleeping server allocates its memory again, and frozen
+        requests continue from the same tokens.
 
-        Returns the policy version that it holds; -1 for none, or half an update.
+        Returns the policy version that it holds; -1 if it holds none, or only part of an update.
         """
         engine = self._engine
         if self._is_sealed and engine is not None:
@@ -188,11 +188,11 @@ class VllmServer(Restartable):
 
     def _settle(self) -> None:
         if self._engine is not None:
-            self._engine.in_hand.moved()  # requests that were frozen meanwhile did not stall
+            self._engine.in_hand.moved()  # frozen requests did not stall
         self._is_settled.set()
 
     async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
-        """(T-1,) log-probs of each sequence's tokens under the weights held now."""
+        """Return log-probs (T-1,) of each sequence's tokens under the present weights."""
         return [await self._ready_engine().prompt_log_probs(token_ids) for token_ids in sequences]
 
     async def policy_version(self) -> int:
@@ -208,22 +208,22 @@ class VllmServer(Restartable):
             self._engine = None
 
     async def sleep(self) -> bool:
-        """See `VllmEngine.sleep`. Nothing is generated until the next `load_weights`."""
+        """See `VllmEngine.sleep`. The server generates nothing until the next `load_weights`."""
         is_asleep = await self._started_engine().sleep()
         if is_asleep:
             self._not_servable = f"{self!r} sleeps while the learners train"
         return is_asleep
 
     async def ping(self) -> str:
-        """`incarnation`, if the engine answers and gets on with what it has in hand.
+        """Return the `incarnation` if the engine answers and its requests make progress.
 
         Raises:
-            EngineDeadError: it does not answer, and never will.
+            EngineDeadError: its process is gone.
             StalledError: it has requests, and has sampled nothing for too long.
         """
         engine = self._started_engine()
         await engine.check()
-        if self._is_settled.is_set():  # the deadline of a weight update is the sync's
+        if self._is_settled.is_set():  # during a weight update the sync's deadline applies
             engine.in_hand.check_moves(self._config.recovery.stall_replace_s, who=repr(self), work="requests")
         return await self.incarnation()
 
@@ -240,7 +240,8 @@ class VllmServer(Restartable):
 
 
 async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
-    """Copy buckets from the object store into a file that the engine's processes, which are no Ray workers, can map."""
+    """Copy buckets from the object store into a file that the engine's processes, which are not Ray workers, can
+    map."""
     entries: list[TensorEntry] = []
     checksums: dict[str, int] = {}
     for ref in buckets:

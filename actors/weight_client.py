@@ -1,6 +1,6 @@
 """Learner 0's client of the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
 
-vLLM's own client for Ray waits without a deadline and gives every engine the same ranks. Called by vLLM's trainer side
+vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. Called by vLLM's trainer side
 in the learner's process, from plain threads; the weights themselves never pass here.
 """
 
@@ -22,7 +22,7 @@ class ServersClient:
     """See the module; the methods are those of vLLM's `VLLMWeightSyncClient`.
 
     Args:
-        timeout_s: of each call, on the slowest server.
+        timeout_s: deadline of each call, for the slowest server.
     """
 
     def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferRanks, timeout_s: float) -> None:

@@ -1,11 +1,11 @@
 """Runs benchmarks, compares their ratios with the last record, and records them: python -m benchmarks [NAME ...]
 
-    python -m benchmarks                            those of the default set, a few minutes
-    python -m benchmarks grpo_step -- --rounds 2    one of them, with arguments of its own
-    python -m benchmarks --accept driver            record a loss, once it is understood
+    python -m benchmarks                            the default set, a few minutes
+    python -m benchmarks grpo_step -- --rounds 2    one benchmark, with its own arguments
+    python -m benchmarks --accept driver            record a loss whose cause is known
 
-Exits with 1 when a ratio lost more than a tenth or a benchmark failed. A report is recorded in benchmarks/records when
-nothing was lost and the program is committed as it was measured; the record is then for you to commit.
+Exits with 1 when a ratio lost more than a tenth or a benchmark failed. A report is written to benchmarks/records if no
+ratio was lost and the working tree has no uncommitted changes; commit the record yourself.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MODEL = "models/smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """How one is run when no arguments are given."""
+    """How to run one benchmark when no arguments are given."""
 
     arguments: tuple[str, ...] = ()
     is_default: bool = False
-    """Part of `make bench`: takes a few minutes at most and needs no environment but ours."""
+    """Part of `make bench`: takes a few minutes at most and needs only this project's environment."""
 
 
 BENCHMARKS = {
@@ -54,11 +54,11 @@ BENCHMARKS = {
 
 
 def run(name: str, arguments: list[str]) -> dict[str, Any]:
-    """The benchmark's report. What it writes to standard error is shown as it comes.
+    """Run a benchmark and return its report. Its standard error is shown as it comes.
 
     Raises:
         subprocess.CalledProcessError: it failed.
-        ValueError: what it printed is no report.
+        ValueError: its output is not a report.
     """
     paths = [str(ROOT), str(HERE), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -75,7 +75,8 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RECORDS) -> bool:
-    """Compare with the last record, say what was found, and record it. Returns False if a ratio was lost."""
+    """Compare a report with the last record, print the result, and record the report. Returns False if a ratio was
+    lost."""
     folder, machine = records / name, report["machine"]
     before = last_record(folder, report)
     compared = compare(report, before)
@@ -91,8 +92,8 @@ def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RE
 
 
 def why_not_recorded(report: dict[str, Any], lost: list[Compared], *, accept: bool) -> str:
-    """Empty if it may be recorded."""
-    # A loss that is recorded is what the next run is compared with, and is never seen again.
+    """Return the reason not to record a report; empty if it may be recorded."""
+    # A recorded loss becomes the baseline of the next run, and is never reported again.
     if lost and not accept:
         names = ", ".join(each.name for each in lost)
         return f"{names} lost more than {MAX_LOSS:.0%}; mend it, or record it with --accept and say why in the commit"
@@ -128,7 +129,7 @@ def main() -> int:
 
 
 def _one(name: str, arguments: list[str], *, accept: bool) -> bool:
-    """One that fails is said; the others are run."""
+    """Run one benchmark and judge it. Prints a failure and returns False, so that the others still run."""
     try:
         report = run(name, arguments)
     except (subprocess.CalledProcessError, ValueError) as error:

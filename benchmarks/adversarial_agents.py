@@ -1,11 +1,11 @@
-"""Agents that cheat, graded in their own box and here; `adversarial_peers.py` prints the table.
+"""Agents that cheat, graded in their own workspace and by this project; `adversarial_peers.py` prints the table.
 
     agent's script -> its workspace -- own box: tests and a test.sh are put into it and run; logs/reward.txt is the pay
                                     |- trusted script: the same test.sh in a fresh sandbox (trust_test_scripts=true)
                                     '- ours: the changed files, in a fresh sandbox; values are compared outside
 
-The own box is the rule of harnesses that run the verifier in the agent's container; its tests are the hidden ones of
-ours, as unittest has them, since every box with Python has that. Put into a few lines of our own.
+"own box" stands for harnesses that run the verifier in the agent's container. Its tests are the hidden tests of the
+task, written for unittest, which every Python has. The rule is written here in a few lines of our own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def repository_task() -> RepositoryTask:
 
 
 async def work(sandbox: Sandbox, task: RepositoryTask, agent: Mapping[str, Any]) -> None:
-    """What the agent does in its workspace, which holds the repository."""
+    """Run the agent's script in its workspace, which holds the repository."""
     files = dict(task.folder.repository)
     if "above" in agent or "median" in agent:
         body = f"    return {agent['median']}" if "median" in agent else "    return None"
@@ -97,7 +97,7 @@ async def paid_in_its_own_box(source: PoolClient, task: RepositoryTask, agent: M
 
 
 def script_task() -> RepositoryTask:
-    """The same task, judged by a script as Harbor's are."""
+    """Return the same task, judged by a script as Harbor's tasks are."""
     task = repository_task()
     files = {"test.sh": SCRIPT.encode(), "test_hidden.py": TESTS.encode()}
     script = TestScript(files=files, env=(), image="")
@@ -105,7 +105,7 @@ def script_task() -> RepositoryTask:
 
 
 async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
-    """As the task is judged."""
+    """Return whether `rayapp`'s own grading of the task pays the agent."""
     async with source.lease(task.spec, timeout_s=60.0) as sandbox:
         await work(sandbox, task, agent)
         answer = await task.collect(sandbox)
@@ -114,13 +114,13 @@ async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[st
 
 
 def honest() -> dict[str, Any]:
-    """One that does the task: both ways have to pay it."""
+    """Return an agent that solves the task: both ways of grading have to pay it."""
     solution = resources.files("rayapp.tasks").joinpath(f"library/repositories/{TASK}/solution/stats.py").read_text()
     return {"name": "does the task", "files": {"stats.py": solution}}
 
 
 async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
-    """By grading: the agents that it pays."""
+    """Return, for each way of grading, the agents that it pays."""
     task, scripted, paid = repository_task(), script_task(), {name: list[str]() for name in RULES}
     for agent in (honest(), *AGENTS):
         if await paid_by_us(source, task, agent):

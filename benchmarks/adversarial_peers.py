@@ -1,11 +1,11 @@
-"""The forged verdicts of the adversarial suite against the rules by which others grade; prints a table.
+"""Grade the forged verdicts of the adversarial suite by the rules of other projects; print a table.
 
     python benchmarks/adversarial_peers.py [--json]
 
-Nothing of those projects is fetched or copied: a rule is stated in one line here and put into a few lines of our own,
+No code of those projects is fetched or copied: each rule is stated in one line and written in a few lines of our own,
 so this compares rules, not products. Each rule runs in a plain Python process as an unprivileged user, with the
-candidate's code where that rule puts it. `ours` is `rayapp score`'s way, in a sandbox. Below it thirty agents that
-cheat in a workspace (`adversarial_agents.py`).
+candidate's code where that rule puts it. `ours` grades in a sandbox, as `rayapp score` does. A second table grades
+thirty agents that cheat in a workspace (`adversarial_agents.py`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS: list[dict[str, Any]] = [
     program
     for program in yaml.safe_load((ROOT / "tests/adversarial/verdicts.yaml").read_text())
-    # Not those about our own list of banned names, about our own policies, or that would kill this benchmark too.
+    # Left out: programs that test our own list of banned names or our own policies, and programs that would kill this
+    # benchmark.
     if program.get("status") != "banned" and program.get("compare", True)
 ]
 TIMEOUT_S = 3.0
 MAX_OUTPUT_BYTES = 4 << 20
 LIMITED = ("prlimit", f"--as={1 << 30}", "--cpu=5", f"--fsize={64 << 20}", "--nproc=256", "--core=0")
-"""None of those rules has them; without, endless output alone took 10 GB of this machine before its time was up."""
+"""Limits that none of those rules sets. Without them, endless output alone took 10 GB of memory before the deadline."""
 INPUTS = [[83, 5, 41, 77, 2], [9, 8, 7], [4, 90, 13, 13, 1], [6, 1, 5], [50, 20, 70, 10]]
 EXPECTED = [sorted(items) for items in INPUTS]
 
@@ -98,7 +99,7 @@ for items in {inputs}:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a plain process left."""
+    """Output and exit status of a plain process."""
 
     status: int
     lines: list[str]
@@ -154,7 +155,7 @@ RULES = (
 
 
 def run_plain(source: str) -> Run:
-    """Run a program the way of those rules: no isolation, a deadline, and limits that only keep this machine alive."""
+    """Run a program as those rules do: no isolation, a deadline, and limits that only protect this machine."""
     with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
         report = Path(folder, "report")
         argv = [*LIMITED, sys.executable, "-I", "-c", source, str(report)]
@@ -176,7 +177,8 @@ def run_plain(source: str) -> Run:
 
 
 def _read_capped(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """What it writes until it ends, its time is up, or it has written more than anybody would keep."""
+    """Return the output until the program ends, its deadline passes, or the output is larger than any harness would
+    keep."""
     assert process.stdout is not None
     taken = bytearray()
     with selectors.DefaultSelector() as selector, process.stdout as stdout:
@@ -210,7 +212,7 @@ async def paid_by_us(source: PoolClient, code: str) -> bool:
 
 
 async def compare() -> dict[str, dict[str, list[str]]]:
-    """For each rule: which hacks it pays, and which honest programs it does not."""
+    """Return, for each rule, the hacks that it pays and the honest programs that it does not."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
         for rule in RULES:
@@ -227,7 +229,7 @@ async def compare() -> dict[str, dict[str, list[str]]]:
 
 
 async def compare_agents() -> dict[str, list[str]]:
-    """By grading: the agents that it pays."""
+    """Return, for each way of grading, the agents that it pays."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         return await adversarial_agents.compare_agents(source)
 

@@ -1,9 +1,9 @@
-"""How fast the agent loop is without a model: scripted policies, the real loop, real tools, real sandboxes.
+"""Speed of the agent loop without a model: scripted policies, the real loop, real tools, real sandboxes.
 
     python -m benchmarks.agent_loop                  all parts, about two minutes
     python -m benchmarks.agent_loop overhead -n 400  one of: overhead, concurrent, sandbox, mcp
 
-overhead    CPU milliseconds per turn of a trajectory with an instant tool, less those of tokenizer and template
+overhead    CPU milliseconds per turn with an instant tool, without the time of tokenizer and template
 concurrent  1,000 trajectories at once in one process, five rounds: resident memory after each
 sandbox     trajectories/s with the Python tool on local sandboxes, stateful over the turns, and the same executions in
             the same sandboxes without the loop
@@ -86,7 +86,7 @@ async def measure_concurrent(tokenizer: Any, count: int) -> Found:
 
 
 async def measure_sandbox(tokenizer: Any, count: int) -> Found:
-    """Takes turns with the same executions without a loop."""
+    """Measure the loop with the Python tool, alternating with the same executions without a loop."""
     async with sandboxes(NUM_SANDBOXES) as source:
         policy = ScriptedPolicy(tokenizer, python_tools(source, stateful=True), "python")
         await policy.run(NUM_SANDBOXES)
@@ -101,7 +101,8 @@ async def measure_sandbox(tokenizer: Any, count: int) -> Found:
 
 
 async def measure_mcp(tokenizer: Any, count: int) -> Found:
-    """Takes turns with the Python tool on as many sandboxes, one execution a lease as here."""
+    """Measure the loop over MCP, alternating with the Python tool on as many sandboxes, one execution per lease as over
+    MCP."""
     config = sandbox_config(NUM_SANDBOXES)
     with tempfile.TemporaryDirectory() as folder:
         async with (
@@ -136,7 +137,7 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def execute_only(source: SandboxSource, count: int) -> None:
-    """The executions of `count` trajectories, each trajectory's in a sandbox of its own."""
+    """Run the executions of `count` trajectories, those of each trajectory in its own sandbox."""
 
     async def one() -> None:
         async with source.lease(SandboxSpec(), timeout_s=LEASE_TIMEOUT_S) as sandbox:

@@ -1,13 +1,13 @@
-"""The agent loop on a real vLLM server: how long the server idles while tools run, and what later turns find cached.
+"""The agent loop on a real vLLM server: how long the server idles while tools run, and how much of later prompts is
+cached.
 
     python -m benchmarks.agent_vllm                        16 trajectories, 10 turns, a tool of 0.5 s in real sandboxes
     python -m benchmarks.agent_vllm -n 64 --tool-s 1.0
 
-The model samples what it likes; the parser takes every turn for a call and a turn that is cut at its length for one
-that is over, so that each trajectory has all its turns. What
-the policy reads in a later turn is what it read and sampled before, and the tool's result: token for token, as in
-training. Prompts differ from their first block on, so all that is found in the prefix cache was put there by an earlier
-turn of the same trajectory.
+The model samples any text. The parser reads every turn as a call, and a turn cut at the length limit counts as ended,
+so each trajectory has all its turns. The prompt of a later turn is the earlier prompt, the sampled tokens and the
+tool's result, token for token, as in training. Prompts differ from their first block on, so every hit in the prefix
+cache comes from an earlier turn of the same trajectory.
 
 idle                          share of the time in which no request runs or waits, though some trajectory waits for its
                               tool
@@ -45,7 +45,7 @@ MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
 MAX_PROMPT_TOKENS = 1536
 TOKENS_PER_TURN = 64
 RESPONSE_TOKENS_PER_TURN = 160
-"""Sampled, the tool's result and what the template puts around them."""
+"""Tokens of one turn: sampled, of the tool's result, and what the template puts around them."""
 BLOCK_TOKENS = 32
 LOOK_EVERY_S = 0.02
 PROBLEM = (
@@ -65,7 +65,7 @@ class AlwaysCalls:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks many times a second at whether anything is generated while some trajectory is not done."""
+    """Checks many times a second whether the server generates while some trajectory is not done."""
 
     num_generating: int = 0
     num_alive: int = 0
@@ -83,7 +83,7 @@ class Watch:
 
 
 class Watched:
-    """The engine as the loop calls it, counted."""
+    """The engine as the loop calls it, with counters."""
 
     def __init__(self, engine: VllmEngine, watch: Watch) -> None:
         self._engine = engine
@@ -99,7 +99,7 @@ class Watched:
         self._watch.num_generating += 1
         try:
             completion = await self._engine.generate(request_id, list(prompt_ids), sampling)
-            # A turn that is cut at its length would end the trajectory: here it is simply over.
+            # A turn that is cut at the length limit would end the trajectory: here it counts as ended normally.
             return replace(completion, finish_reason="stop")
         finally:
             self._watch.num_generating -= 1
@@ -172,7 +172,7 @@ async def measure(count: int, turns: int, tool_s: float) -> dict[str, Any]:
 
 def figures(episodes: Sequence[Episode], counted: Watched, seconds: float, hits: float) -> dict[str, Any]:
     turns = sum(len(episode.turns) for episode in episodes)
-    # A turn's last token was sampled but never computed; the rest of it and all before it was.
+    # The last token of a turn was sampled but never computed; all tokens before it were.
     possible = sum(turn.end - 1 for episode in episodes for turn in episode.turns[:-1])
     waits = sum(call.duration_s for episode in episodes for call in episode.calls)
     return {

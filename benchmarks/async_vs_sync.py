@@ -1,13 +1,13 @@
-"""Steps per second with max_staleness 0 and 1: what it is worth to generate while the learners train.
+"""Steps per second with max_staleness 0 and 1: the gain of generating while the learners train.
 
     python -m benchmarks.async_vs_sync                                     stand-ins, tools of 5 s, about eight minutes
     python -m benchmarks.async_vs_sync --tool-s 0 --generate-s 6 --train-s 8     stand-ins, no tools
     python -m benchmarks.async_vs_sync --config configs/coding_cpu.yaml    the real run, on this machine's own devices
 
-Stand-ins for servers and learners take the seconds given here, as servers and learners on devices of their own do; each
-trajectory then waits for a tool, log-normal. Driver, store, workers and Ray are real. All of it sleeps, so the ratio
-holds on a busy machine too. With --config nothing is simulated; on a machine without GPUs servers and learners then
-share the cores, and only idle cores can be gained.
+Stand-ins for servers and learners sleep for the seconds given here, as if each had its own device; each trajectory then
+waits for a tool, for a log-normal time. Driver, store, workers and Ray are real. Everything simulated sleeps, so the
+ratio also holds on a busy machine. With --config nothing is simulated; on a machine without GPUs servers and learners
+then share the cores, and only idle cores can be gained.
 
 The first two steps are left out: in either mode the first waits for its rollouts.
 """
@@ -33,7 +33,7 @@ Records = list[dict[str, float]]
 
 
 def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
-    """Metrics of each step of a run on stand-ins."""
+    """Return the metrics of each step of a run on stand-ins."""
     return run(
         {
             "train": {"num_steps": args.steps, "groups_per_step": 2, "max_staleness": max_staleness},
@@ -47,7 +47,7 @@ def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
 
 
 def train(args: argparse.Namespace, max_staleness: int) -> Records:
-    """Metrics of each step of `rayapp train`."""
+    """Return the metrics of each step of `rayapp train`."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "run.output_dir": folder,
@@ -65,10 +65,10 @@ def train(args: argparse.Namespace, max_staleness: int) -> Records:
 
 
 def summarize(records: Records, generate_s: float | None, train_s: float | None) -> dict[str, Any]:
-    """Seconds per step, and which share of the time the learners and the servers had nothing to do.
+    """Return seconds per step, and the shares of the time in which learners and servers were idle.
 
     Args:
-        generate_s, train_s: that stand-ins took each step; None where the run's own metrics say it.
+        generate_s, train_s: seconds of a stand-in per step; None: taken from the run's metrics.
     """
     steady = records[NUM_WARM:]
     step_s = statistics.fmean(record["timing_s/step"] for record in steady)

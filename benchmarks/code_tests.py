@@ -1,10 +1,11 @@
-"""Scoring completions of code data: 500 programs x 20 tests with standard input, next to a plain python per test.
+"""Speed of scoring completions of code data: 500 programs x 20 tests with standard input, against one plain python per
+test.
 
     python -m benchmarks code_tests [-- --completions 500 --tests 20]
 
-Ours is the whole rule `code_tests`, from the completion's text to the reward, in sandboxes of this process. The peer is
-what most trainers do: `python program.py` as a subprocess for each test, with no isolation but a deadline. Both use as
-many processes at once as there are cores, in turns, and run all tests; half of the programs are wrong.
+Ours is the whole rule `code_tests`, from the completion's text to the reward, in sandboxes of this process. The peer
+does as most trainers do: `python program.py` as a subprocess for each test, with a deadline and no isolation. Both use
+as many processes at once as there are cores, in turns, and run all tests; half of the programs are wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def problem(num_tests: int) -> dict[str, list[str]]:
 
 
 async def ours(source: SandboxSource, completions: int, tests: dict[str, list[str]], rules: CodeSection) -> float:
-    """Seconds."""
+    """Return the seconds that our scoring takes."""
     row = CodeProblem(ground_truth=json.dumps(tests), rules=rules)
     at_once = asyncio.Semaphore(CORES)
 
@@ -60,7 +61,7 @@ async def ours(source: SandboxSource, completions: int, tests: dict[str, list[st
 
 
 async def peer(program: Path, runs: int, tests: dict[str, list[str]]) -> float:
-    """Seconds."""
+    """Return the seconds that one subprocess per test takes."""
     at_once = asyncio.Semaphore(CORES)
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
 
@@ -79,13 +80,13 @@ async def peer(program: Path, runs: int, tests: dict[str, list[str]]) -> float:
 
 
 def cpu_s() -> float:
-    """Processor time of this process, those below it, and all of theirs that have ended."""
+    """Return the processor time of this process, its descendants, and all descendants that have ended."""
     own = psutil.Process()
     return sum(map(_cpu_s, (own, *own.children(recursive=True))))
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """0 of one that ended meanwhile: its parent counts it."""
+    """Return a process's time; 0 if it ended meanwhile, as its parent then counts it."""
     try:
         return sum(process.cpu_times()[:4])
     except psutil.NoSuchProcess:
@@ -93,7 +94,8 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Executions per second (median of the rounds), and processor time of one, which does not depend on the load."""
+    """Return executions per second (median of the rounds), and processor time per execution, which does not depend on
+    the load."""
     tests = problem(options.tests)
     rules = CodeSection(score="share", max_tests=0)
     part, peer_part = options.completions // options.rounds, options.peer_runs // options.rounds

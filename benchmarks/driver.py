@@ -1,10 +1,10 @@
-"""What the system itself costs, without a model: python -m benchmarks.driver [--groups 1000 --steps 10]
+"""Cost of the system itself, without a model: python -m benchmarks.driver [--groups 1000 --steps 10]
 
     python -m benchmarks.driver --sizes 100,1000,10000      each in turn: is the cost linear, and is memory flat?
 
-Scripted engine, instant learner, verdicts for free; driver, store, rollout workers, object store and Ray are real.
-Figures are of the second step on. Processor time per trajectory does not depend on what else the machine does; its
-ratio is to a fixed piece of plain Python (benchmarks.machine.python_unit_s).
+Scripted engine, instant learner, free verdicts; driver, store, rollout workers, object store and Ray are real. Figures
+leave out the first step. Processor time per trajectory does not depend on the machine's other load; the reported ratio
+divides it by that of a fixed piece of plain Python (benchmarks.machine.python_unit_s).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rayapp.driver.cluster import Cluster
 from support.stand_ins import stand_ins
 
 GPU_RATES = (1.0, 5.0, 30.0)
-"""Finished trajectories a second of one GPU: 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""
+"""Trajectories a second that one GPU finishes: of 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""
 ROLES = {
     "rollout workers": ("RolloutWorker", "rollout-worker"),
     "server": ("ScriptedServer", "vllm-server"),
     "learner": ("InstantLearner", "learner"),
     "sandbox pool": ("SandboxPool", "sandbox-pool"),
 }
-"""How the titles of their processes begin: while they wait, and while they work."""
+"""Role -> how the titles of its processes begin, while they wait and while they work."""
 GROUPS_PER_SIZE = 10_000
 MIN_STEPS, MAX_STEPS = 3, 20
 
@@ -41,7 +41,7 @@ Sums = dict[str, float]
 
 
 def role_of(process: psutil.Process, driver: psutil.Process) -> str:
-    """driver, or one of ROLES; what Ray itself runs is `ray`."""
+    """Return a process's role: driver, one of ROLES, or `ray` for Ray's own processes."""
     if process == driver:
         return "driver"
     title = process.cmdline()[0].removeprefix("ray::")
@@ -49,7 +49,8 @@ def role_of(process: psutil.Process, driver: psutil.Process) -> str:
 
 
 def measure_roles(driver: psutil.Process) -> tuple[Counter[str], Counter[str]]:
-    """Processor seconds so far and resident MiB, by role, of the driver and everything that Ray started for it."""
+    """Return processor seconds so far and resident MiB, by role, of the driver and all processes that Ray started for
+    it."""
     spent: Counter[str] = Counter()
     resident: Counter[str] = Counter()
     for process in [driver, *driver.children(recursive=True)]:
@@ -63,7 +64,7 @@ def measure_roles(driver: psutil.Process) -> tuple[Counter[str], Counter[str]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One run of so many groups in flight."""
+    """Measure one run with so many groups in flight."""
     cpu_s: list[Counter[str]] = []
     rss_mib: list[Counter[str]] = []
     units_s: list[float] = []
@@ -73,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         spent, resident = measure_roles(process)
         cpu_s.append(spent)
         rss_mib.append(resident)
-        # At every step: the same core can be twice as fast a minute later.
+        # At every step: the speed of a core can double within a minute.
         units_s.append(python_unit_s(rounds=4))
 
     records = run(
@@ -108,21 +109,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def early_over_late(rss_mib: list[float]) -> float:
-    """1: the driver's memory is flat from the second step on; 0.5: it has doubled."""
+    """Return the ratio of early to late memory. 1: the driver's memory is flat after the first step; 0.5: it has
+    doubled."""
     steady = rss_mib[1:]
     half = max(1, len(steady) // 2)
     return statistics.fmean(steady[:half]) / statistics.fmean(steady[-half:])
 
 
 def extrapolation(driver_ms: float) -> dict[str, float]:
-    """The driver is one process and grows with nothing: how many trajectories, and GPUs, until its core is full."""
+    """Return how many trajectories a second, and how many GPUs, fill the core of the one driver process."""
     return {"trajectories_per_s": 1000 / driver_ms} | {
         f"gpus_at_{rate:g}_trajectories_per_s": 1000 / driver_ms / rate for rate in GPU_RATES
     }
 
 
 def measure_size(groups: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A process of its own for each size: memory that one size needed is not there when the next begins."""
+    """Measure one size in a process of its own, so that memory of one size does not count for the next."""
     steps = min(MAX_STEPS, max(MIN_STEPS, 1 + GROUPS_PER_SIZE // groups))
     sizes = ("--groups", groups, "--steps", steps, "--group-size", args.group_size, "--workers", args.workers)
     command = [sys.executable, "-m", "benchmarks.driver", *map(str, sizes)]
@@ -131,7 +133,7 @@ def measure_size(groups: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_sizes(sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Prints a line a size to standard error as they come."""
+    """Measure each size, and print a line for it to standard error as it ends."""
     found: dict[int, dict[str, Any]] = {}
     for groups in sizes:
         found[groups] = one = measure_size(groups, args)

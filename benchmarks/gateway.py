@@ -1,11 +1,10 @@
-"""What the gateway costs without a model: scripted policies, agents over HTTP in a process of their own.
+"""Cost of the gateway without a model: scripted policies, agents over HTTP in another process.
 
     python -m benchmarks.gateway            1,000 sessions at once, five rounds of them, about two minutes
 
-cpu_ms_per_call     processor time of the gateway's process for a call, less those of tokenizer and template
-rss_mib_...         resident memory after each round: sessions that are over leave nothing
-recorded_share      of the prompts' tokens after a session's first call, those that the engine has had before as they
-                    are: what its prefix cache can serve
+cpu_ms_per_call processor time of the gateway's process per call, without that of tokenizer and template rss_mib_...
+resident memory after each round: flat if ended sessions leave nothing behind recorded_share share of prompt tokens,
+after a session's first call, that the engine has already seen unchanged and can serve from its prefix cache
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def scripted(tokenizer: Any) -> ScriptedEngine:
 
 
 async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> float:
-    """All sessions from their first call to their last, by agents in a process of their own. Returns the share."""
+    """Run all sessions from first call to last, with agents in another process. Returns the recorded share."""
     limits = SessionLimits(max_tokens=1 << 20, max_turns=CALLS)
     with ExitStack() as stack:
         sessions = [
@@ -127,7 +126,8 @@ async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> flo
 
 
 async def act(doors: list[tuple[str, str]]) -> float:
-    """The agents: each calls the tool that it is told to, to the end. Returns the recorded share of later prompts."""
+    """Run the agents: each calls the tool that its prompt names, to the end. Returns the recorded share of later
+    prompts."""
     cached, total = 0, 0
     tool = Instant.schema.as_openai()
 

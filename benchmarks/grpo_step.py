@@ -4,8 +4,8 @@
 
 Ours is the real thing: the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs) with the
-settings that are fastest here; its rewards come from our sandboxes. While one works the other waits. Shown are
-medians over rounds after one round of warming up, and the parts of our step, which add up to it.
+settings that are fastest here; its rewards come from our sandboxes. While one works the other waits. Prints medians
+over rounds after one warm-up round, and the parts of our step, which add up to the whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def _run_group(cluster: Cluster, request: GroupRequest) -> tuple[GroupSumm
 
 
 async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
-    """What the driver's loop does in a step, without recording."""
+    """Run one step as the driver's loop does, without recording it."""
     groups = cluster.config.train.groups_per_step
     phases = Phases()
     with phases("rollout"):
@@ -82,7 +82,7 @@ async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
 
 
 def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, float]:
-    """Seconds by part. `score` is the part of scoring that generation does not hide; `idle` is what is in none."""
+    """Return seconds by part. `score` is the scoring that generation does not hide; `idle` is the rest of the step."""
     parts = {
         "generate": timings["timing_s/generate"],
         "score": timings["timing_s/score"],
@@ -95,7 +95,7 @@ def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, fl
 
 
 class OurRewards:
-    """Scores TRL's completions as our own are scored."""
+    """Scores TRL's completions with the code that scores ours."""
 
     def __init__(self, config: Config, sandboxes: SandboxSource, tasks: list[Task], prompts: list[Prompt]) -> None:
         self._sandboxes, self._tasks, self._prompts, self._seed = sandboxes, tasks, prompts, config.run.seed
@@ -113,7 +113,7 @@ class OurRewards:
 
 
 def _cut(text: str, prompt: Prompt) -> str:
-    """Without the stop text, which transformers leaves in place and vLLM removes."""
+    """Return a completion without the stop text, which transformers keeps and vLLM removes."""
     for stop in prompt.stop:
         text = text.partition(stop)[0]
     return text
@@ -204,7 +204,8 @@ def _summary(
 
 
 def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, float]:
-    """How near each part is to the limit: matrix products for learner and engine, memory for the optimizer."""
+    """Return each part's share of its limit: matrix products for learner and engine, memory bandwidth for the
+    optimizer."""
     import transformers
 
     model = transformers.AutoConfig.from_pretrained(config.model.path)
@@ -236,7 +237,7 @@ def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config
 
 
 def _num_weights(model: Any) -> tuple[int, int]:
-    """Weights in the layers' matrices, and in the output embedding."""
+    """Return the number of weights in the layers' matrices, and in the output embedding."""
     width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     attention = model.hidden_size * width * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
@@ -255,9 +256,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
-    # A Ray of its own: one that is already here may be busy with, or end with, somebody else's job.
+    # Start a separate Ray: one that runs here already may be busy, or end, with another job.
     os.environ.setdefault("RAY_ADDRESS", "local")
-    # Two trainers in memory at once come near to what this machine has; neither grows, so Ray need not end one.
+    # Two trainers together nearly fill this machine's memory, but neither grows: Ray must not kill one.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
     settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}

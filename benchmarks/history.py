@@ -1,7 +1,7 @@
-"""What benchmarks found before, and whether a ratio has fallen since. Called by `python -m benchmarks`.
+"""Records of earlier reports, and whether a ratio has fallen since. Called by `python -m benchmarks`.
 
-A report is what a benchmark prints: one JSON object with `settings`, `machine` and `ratios`, beside figures of its own.
-Only ratios are compared: both sides of each are of one run, so they hold on another day, and higher is always better.
+A benchmark prints a report: one JSON object with `settings`, `machine` and `ratios`, and further figures. Only ratios
+are compared: both sides of a ratio are measured in one run, so it stays valid on another day. Higher is always better.
 Reports are comparable when machine kind and settings are equal; their file names then end alike:
 
     benchmarks/records/driver/05e6940a1b2c-3f9a1c20.json        commit, and a digest of machine kind and settings
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_LOSS = 0.10
-"""Of a ratio since the last record; more is flagged."""
+"""Share of a ratio that may be lost since the last record; a larger loss is flagged."""
 KIND = ("cpu", "cores", "gpu")
-"""What makes two machines comparable."""
+"""Keys of `machine` that must be equal for two reports to be comparable."""
 
 Report = Mapping[str, Any]
 
@@ -31,13 +31,13 @@ class Compared:
 
     name: str
     now: float | None
-    """None: it was recorded, and is not reported any more."""
+    """None: the ratio was recorded, but is not reported any more."""
     before: float | None
-    """None: it is new."""
+    """None: the ratio is new."""
 
     @property
     def change(self) -> float:
-        """-0.25: a quarter is lost. 0 when it is new, -1 when it is gone."""
+        """Return the relative change. -0.25: a quarter is lost; 0: the ratio is new; -1: it is gone."""
         if self.before is None:
             return 0.0
         return (self.now or 0.0) / self.before - 1
@@ -49,10 +49,10 @@ class Compared:
 
 
 def check(report: Report) -> None:
-    """Return if it can be recorded and compared.
+    """Check that a report can be recorded and compared.
 
     Raises:
-        ValueError: what is missing, or which ratio is no positive number.
+        ValueError: the message names what is missing, or the ratio that is not a positive number.
     """
     missing = [key for key in ("settings", "machine", "ratios") if not isinstance(report.get(key), dict)]
     if missing:
@@ -69,31 +69,31 @@ def _is_positive(ratio: object) -> bool:
 
 
 def digest(report: Report) -> str:
-    """Equal for reports that may be compared: 8 hexadecimal digits of machine kind and settings."""
+    """Return 8 hexadecimal digits of machine kind and settings: equal for reports that may be compared."""
     kind = {key: report["machine"].get(key, "") for key in KIND}
     told = json.dumps([kind, report["settings"]], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:8]
 
 
 def record_path(folder: Path, report: Report) -> Path:
-    """Where the report of this commit belongs. The same commit measured again takes the place of the first."""
+    """Return the path of this commit's record. A second measurement of the same commit replaces the first."""
     return folder / f"{report['machine']['commit'][:12]}-{digest(report)}.json"
 
 
 def last_record(folder: Path, report: Report) -> dict[str, Any] | None:
-    """The newest comparable record; None when there is none."""
+    """Return the newest comparable record; None if there is none."""
     found = [json.loads(path.read_text()) for path in folder.glob(f"*-{digest(report)}.json")]
     return max(found, key=lambda record: str(record["recorded_at"]), default=None)
 
 
 def compare(report: Report, record: Report | None) -> list[Compared]:
-    """Every ratio of either, those of the report first."""
+    """Return every ratio of report or record, the report's first."""
     now, before = report["ratios"], record["ratios"] if record else {}
     return [Compared(name=name, now=now.get(name), before=before.get(name)) for name in {**now, **before}]
 
 
 def table(compared: list[Compared]) -> str:
-    """One line a ratio: name, before, now, change."""
+    """Return one line per ratio: name, before, now, change."""
     width = max(len(each.name) for each in compared)
     return "\n".join(
         f"  {each.name:{width}}  {_number(each.before):>10}  {_number(each.now):>10}  {_verdict(each)}"

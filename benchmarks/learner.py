@@ -3,11 +3,12 @@
     python benchmarks/learner.py RUN [--config configs/coding_cpu.yaml] [--ranks 2] [--steps 2] [--groups 4]
                                      [--rounds 3] [--tokens-only] [--json] [KEY=VALUE …]
 
-RUN is a run folder with trajectories. Groups whose rewards are equal are left out for both: we would skip them. Of the
-others, `steps` x `groups` are taken evenly over the run, so that lengths are distributed as in the run. Both learners
-live in the same `ranks` processes and get the same groups; the padded one is in padded_learner.py. They alternate;
-shown are medians over rounds after one step of warming up. Tokens are those of the trajectories, however many each
-computes. `--tokens-only` counts what prefix sharing saves and how full micro-batches are; nothing trains.
+RUN is a run folder with trajectories. Groups with equal rewards are left out for both learners: ours would skip them.
+Of the others, `steps` x `groups` are drawn evenly over the run, so that lengths are distributed as in the run. Both
+learners live in the same `ranks` processes and get the same groups; the padded one is in padded_learner.py. They
+alternate; the figures are medians over rounds after one warm-up step. Tokens per second count the tokens of the
+trajectories, not padding or recomputation. `--tokens-only` counts what prefix sharing saves and how full micro-batches
+are; nothing trains.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from support.ports import free_port
 
 
 def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Group]]:
-    """Groups that teach something, evenly over the run, in steps of `num_groups`."""
+    """Return groups with unequal rewards, drawn evenly over the run, in steps of `num_groups`."""
     taught = [
         group
         for file in sorted((run / "trajectories").glob("step=*.parquet"))
@@ -50,19 +51,19 @@ def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Grou
     if len(taught) < wanted:
         raise SystemExit(f"{run} has {len(taught)} recorded groups whose rewards differ, but {wanted} are asked for")
     chosen = [taught[i * len(taught) // wanted] for i in range(wanted)]
-    # Dealt out in turn: every step has early and late groups.
+    # Every step gets groups from early and from late in the run.
     return [chosen[step::num_steps] for step in range(num_steps)]
 
 
 def items_of(groups: Sequence[Group]) -> list[TrainItem]:
-    """All trainable trajectories."""
+    """Return all trainable trajectories."""
     rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.is_trainable]
     ones = [np.ones(t.num_response_tokens, np.float32) for _, t in rows]
     return [TrainItem(row=i, group=g, trajectory=t, advantages=ones[i]) for i, (g, t) in enumerate(rows)]
 
 
 def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
-    """What each way of laying out computes. Exact: nothing is timed."""
+    """Return the number of tokens that each layout computes. Exact: nothing is timed."""
     items, budget = items_of(groups), config.learner.token_budget
     counts = {
         name: sum(batch.packing.num_tokens for batch in split(items, max_tokens=budget, share_prefixes=share))
@@ -70,7 +71,7 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
     }
     inputs = sum(item.num_inputs for item in items)
     padded = len(items) * max(item.num_inputs for item in items)
-    # One micro-batch of all: what must be computed when no group is torn between two.
+    # One micro-batch of everything: the tokens to compute if no group is split over two micro-batches.
     whole = sum(batch.packing.num_tokens for batch in split(items, max_tokens=max(budget, inputs), share_prefixes=True))
     return {
         "tokens": float(inputs),
@@ -84,7 +85,7 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
 
 
 def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
-    """Over all recorded steps, by the task of the group."""
+    """Return the token counts over all recorded steps, by the task of the group."""
     by_task: dict[str, list[dict[str, float]]] = {}
     for file in sorted((run / "trajectories").glob("step=*.parquet")):
         for group in read_groups(file):
@@ -98,7 +99,7 @@ def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
 
 
 def layout_of_run(run: Path, config: Config) -> dict[str, float]:
-    """`token_counts` of every recorded step, added up, with the shares of the sums."""
+    """Return the sums of `token_counts` over every recorded step, and the shares computed from the sums."""
     sums: dict[str, float] = {}
     for file in sorted((run / "trajectories").glob("step=*.parquet")):
         groups = [group for group in read_groups(file) if any(t.is_trainable for t in group.trajectories)]
@@ -118,7 +119,8 @@ def layout_of_run(run: Path, config: Config) -> dict[str, float]:
 
 
 def flops(config: Config, groups: Sequence[Group]) -> float:
-    """Of our step's matrix products: 6 a weight and token, the head where a response is predicted; no attention."""
+    """Return operations of our step's matrix products: 6 per weight and token, the head only at response tokens, no
+    attention."""
     from rayapp.learner.memory.shape import model_shape
 
     if not groups:
@@ -131,10 +133,10 @@ def flops(config: Config, groups: Sequence[Group]) -> float:
 
 
 class Rank:
-    """Both learners on one rank, and the steps they train on.
+    """Both learners on one rank, and the steps that they train on.
 
     Args:
-        rank, world, port: of the process group that both use.
+        rank, world, port: identify the process group that both learners use.
     """
 
     def __init__(self, config: Config, steps: Sequence[Sequence[Group]], rank: int, world: int, port: int) -> None:
@@ -149,18 +151,18 @@ class Rank:
         self.shares = [deal(some, config, world) for some in self.summaries]
 
     def mine(self, step: int) -> list[Group]:
-        """The groups that this rank has a share of."""
+        """Return the groups of which this rank has trajectories."""
         return [self.steps[step][share.position] for share in self.shares[step][self.rank]]
 
     def cut(self, step: int) -> list[Group]:
-        """`mine`, with this rank's trajectories alone."""
+        """Return those groups with only this rank's trajectories."""
         return [
             replace(group, trajectories=group.trajectories[share.start : share.stop])
             for share, group in zip(self.shares[step][self.rank], self.mine(step), strict=True)
         ]
 
     def run(self, name: str, num_steps: int) -> float:
-        """Seconds for the first steps, from a common start to when all ranks are done."""
+        """Return seconds for the first steps, from a common start until all ranks are done."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -179,7 +181,7 @@ class Rank:
 
 
 def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) -> None:
-    """One process: alternating rounds. What it measured goes to `results`."""
+    """Run one rank's process: alternating rounds. Puts its measurements into `results`."""
     import torch.distributed as dist
 
     config = load_config(arguments.config, arguments.overrides)
@@ -189,9 +191,9 @@ def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) 
     for number in range(arguments.rounds + 1):
         for name, measured in seconds.items():
             elapsed = both.run(name, num_steps=arguments.steps if number else 1)
-            if number:  # the first warms up, on one step
+            if number:  # the first round warms up, on one step
                 measured.append(elapsed)
-    dist.barrier()  # the limits are those of all ranks' cores at once
+    dist.barrier()  # measure limits with the cores of all ranks busy
     results.put(
         {
             "rank": rank,
@@ -205,7 +207,7 @@ def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) 
 
 
 def compare(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
-    """All ranks' numbers as one. A rank that fails ends the benchmark."""
+    """Run all ranks and merge their numbers. A failed rank ends the benchmark."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     port = free_port()
@@ -227,7 +229,8 @@ def compare(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
 
 
 def summarize(ranks: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """Rank 0's clock (they start and end together); operations and limits of all."""
+    """Return the merged result: the clock of rank 0, as ranks start and end together; operations and limits of all
+    ranks."""
     seconds = ranks[0]["seconds"]
     median = {name: statistics.median(values) for name, values in seconds.items()}
     peak = sum(each["limits"]["gemm_bfloat16_gflops"] for each in ranks)

@@ -1,4 +1,4 @@
-"""What the numbers of a benchmark rest on: the commit, the machine, and the limits of its cores and memory."""
+"""Facts behind the numbers of a benchmark: the commit, the machine, and the limits of its cores and memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
-"""When this module was imported, which is before anything is measured."""
+"""Load average when this module was imported, which is before any measurement."""
 PROGRAM = ("rayapp", "actors", "benchmarks", "runtime_env", ":!benchmarks/records")
-"""What a commit must stand for if its numbers are to be believed; see git's pathspecs."""
+"""Git pathspecs of the files that must be committed for a record to name its commit."""
 
 
 def describe() -> dict[str, object]:
-    """Commit, processor and versions."""
+    """Return commit, processor and versions."""
     import torch
     import transformers
 
@@ -36,9 +36,9 @@ def describe() -> dict[str, object]:
 
 
 def python_unit_s(rounds: int = 20) -> float:
-    """CPU seconds of a fixed piece of plain Python on one core: what costs of our own Python are told in.
+    """Return CPU seconds of a fixed piece of plain Python on one core: the unit for costs of our own Python.
 
-    Best of some rounds. A cost divided by it is nearly the same on a machine that is slower or busy.
+    Best of some rounds. A cost in this unit is nearly the same on a slower or busy machine.
     """
     document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
     seconds = []
@@ -52,7 +52,7 @@ def python_unit_s(rounds: int = 20) -> float:
 
 
 def measure_limits() -> dict[str, float]:
-    """Best of a few rounds: matrix products of the model's own shapes, and memory streams."""
+    """Return the limits, best of a few rounds: matrix products in the model's own shapes, and memory streams."""
     import torch
 
     def gflops(dtype: torch.dtype) -> float:

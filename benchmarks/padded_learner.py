@@ -1,4 +1,4 @@
-"""The learner one writes first, to measure ours against: padded rows, whole logits, one reduction of the gradients.
+"""A straightforward learner to measure ours against: padded rows, whole logits, one reduction of the gradients.
 
 transformers with SDPA under bfloat16 autocast on float32 weights, rows padded to the longest of the rank's batch, fused
 AdamW. With several ranks each trains on its own groups, and gradients are summed once a step. Used by learner.py only.
@@ -14,11 +14,11 @@ from rayapp.config.config import Config
 from rayapp.core.types import Group, Trajectory
 
 ROWS = 8
-"""Of a padded micro-batch."""
+"""Rows of a padded micro-batch."""
 
 
 class PaddedLearner:
-    """One rank; the process group, if there is one, is started by whoever makes it."""
+    """One rank; the caller starts the process group, if there is one."""
 
     def __init__(self, config: Config) -> None:
         import torch
@@ -31,7 +31,7 @@ class PaddedLearner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learner.optimizer.lr, fused=True)
 
     def step(self, groups: Sequence[Group], num_response_tokens: int) -> None:
-        """Train on this rank's groups; `num_response_tokens` are those of all ranks."""
+        """Train on this rank's groups; `num_response_tokens` counts the response tokens of all ranks."""
         torch = self._torch
         rows = [(t, a) for group in groups for t, a in zip(group.trajectories, advantages(group), strict=True)]
         for start in range(0, len(rows), ROWS):
@@ -67,6 +67,6 @@ class PaddedLearner:
 
 
 def advantages(group: Group) -> list[float]:
-    """GRPO's, of every trajectory."""
+    """Return the GRPO advantage of every trajectory."""
     rewards = np.array([t.reward.value for t in group.trajectories])
     return [float(a) for a in (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)]

@@ -1,4 +1,4 @@
-"""Share of completions that pass every test, of several runs in one picture, warm-up and evaluations included:
+"""Plot the share of completions that pass every test, for several runs in one picture, with warm-up and evaluations:
 `python benchmarks/plot_runs.py OUT.png RUN_FOLDER...`. Prints the table of docs/results.md, too."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SOLVED, HELD_OUT, NO_SIGNAL = "reward/solved/mean", "eval/reward/solved/mean", "
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The run's records, behind those of its warm-up, whose last step becomes 0."""
+    """Return the run's records after those of its warm-up, whose last step becomes step 0."""
     warmup = read_metrics(run.with_name(f"{run.name}-sft") / "metrics.jsonl")
     last = max((record["step"] for record in warmup), default=0)
     return [record | {"step": record["step"] - last} for record in warmup] + read_metrics(run / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""What every benchmark prints: one JSON object that `python -m benchmarks` records and compares."""
+"""The output of every benchmark: one JSON object that `python -m benchmarks` records and compares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.machine import describe
 
-# Standard output is the report's. vLLM reads this when it is imported, which is after this module.
+# Standard output is reserved for the report. vLLM reads this variable when it is imported, which is after this module.
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
@@ -18,7 +18,7 @@ def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **fi
     """Print settings, machine, ratios and the figures behind them.
 
     Args:
-        ratios: each of two measurements of this run, higher is better; see benchmarks/history.py.
+        ratios: ratios of two measurements of this run, higher is better; see benchmarks/history.py.
     """
     told = {key: value for key, value in vars(settings).items() if key != "json"}
     report = {"settings": told, "machine": describe(), "ratios": dict(ratios), **figures}
@@ -26,10 +26,10 @@ def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **fi
 
 
 def parse_report(output: str) -> dict[str, Any]:
-    """The report in what a benchmark wrote to its standard output, whatever libraries wrote beside it.
+    """Return the report in a benchmark's standard output, to which libraries may have written too.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the output holds no report.
     """
     lines = output.splitlines(keepends=True)
     for first in reversed([number for number, line in enumerate(lines) if line.startswith("{")]):

@@ -1,10 +1,10 @@
-"""How fast local sandboxes are, next to what they are made of and to what one would use instead; all in one run.
+"""Speed of local sandboxes, compared with a bare fork and with the alternatives; all in one run.
 
     python benchmarks/sandbox.py [--executions 400] [--json]
 
-Each figure is measured in rounds that take turns with the others, so that a busy moment of the machine hits them all;
-the median over all samples is shown. Baselines: a bare `os.fork` of the same warm interpreter (what an execution can't
-go below), a cold interpreter, and a cold interpreter in bubblewrap where that is installed.
+The rounds of all figures alternate, so that a busy moment of the machine affects them all; printed are medians over all
+samples. Baselines: a bare `os.fork` of the same warm interpreter (the lower bound of an execution), a cold interpreter,
+and a cold interpreter in bubblewrap where that is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8
 PAUSE_S = 0.01
-"""Between the tool calls of one trajectory is a whole turn of generation: its next child has long been made, and cores
+"""A turn of generation lies between two tool calls of one trajectory: meanwhile the next child was forked, and cores
 have gone to sleep. So a bare fork is measured after a pause, too."""
 TRIVIAL = "def f(x):\n    return x"
 SORTING = """
@@ -70,9 +70,9 @@ BWRAP = (
     "--dev", "/dev",
 )  # fmt: skip
 FOLDERS = os.pathsep.join((str(Path(__file__).resolve().parents[1]), sysconfig.get_path("purelib")))
-"""Of this project, and of numpy."""
+"""Import path of this project and of numpy."""
 WARM_INTERPRETER = (*WARM_MODULES, boot.__name__)
-"""All that the interpreter which executions are forked from has loaded: the modules for candidates, and our own."""
+"""Modules of the interpreter that executions are forked from: those preloaded for candidates, and our own."""
 HARNESS_IMPORTS = "import " + ", ".join(WARM_MODULES)
 PYTHON = os.path.realpath(sys.executable)
 
@@ -82,7 +82,7 @@ Samples = dict[str, list[float]]
 async def sample(
     provider: LocalProvider, code: str, argument: object, executions: int, *, pause_s: float = 0.0
 ) -> list[float]:
-    """Seconds per execution in one sandbox; each comes so long after the one before."""
+    """Return seconds per execution in one sandbox, with a pause of this length before each execution."""
     sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
     try:
         times = []
@@ -98,7 +98,7 @@ async def sample(
 
 
 def bare_fork(executions: int, *, pause_s: float = 0.0, modules: Sequence[str] = WARM_INTERPRETER) -> list[float]:
-    """Seconds per `os.fork` of an interpreter with these modules, whose child ends at once."""
+    """Return seconds per `os.fork` of an interpreter with these modules, whose child ends at once."""
     argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), str(pause_s), FOLDERS, *modules]
     done = subprocess.run(argv, env={"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     return [float(line) for line in done.stdout.split()]
@@ -114,7 +114,7 @@ def cold(executions: int, *argv: str) -> list[float]:
 
 
 async def open_levels() -> dict[str, LocalProvider]:
-    """A provider for each level that this machine offers."""
+    """Open a provider for each level that this machine offers."""
     providers = {}
     for level in LEVELS:
         provider = LocalProvider(levels=(level,), max_slots=64)
@@ -128,7 +128,7 @@ async def open_levels() -> dict[str, LocalProvider]:
 
 
 async def latencies(providers: dict[str, LocalProvider], executions: int) -> Samples:
-    """Seconds per execution of everything, in turns."""
+    """Return seconds per execution of every provider and baseline, measured in alternating rounds."""
     with_numpy = LocalProvider(levels=("ns", "ll"), packages=("numpy",))
     kinds: dict[str, Callable[[int], Awaitable[list[float]] | list[float]]] = {"bare fork": bare_fork}
     for level, provider in providers.items():
@@ -154,7 +154,7 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
 
 
 async def rate(level: str, slots: int, executions: int) -> float:
-    """Executions per second of several sandboxes side by side, once all are warm; the best of three."""
+    """Return executions per second of several sandboxes side by side, once all are warm; the best of three."""
     provider = LocalProvider(levels=(level,), max_slots=slots)
     rates = []
     for _ in range(4):
@@ -166,14 +166,14 @@ async def rate(level: str, slots: int, executions: int) -> float:
 
 
 def rate_on_cores(level: str, cores: int, executions: int) -> float:
-    """`rate` with as many slots as cores, in a process that may use only those, with all that it starts."""
+    """Return `rate` with as many slots as cores, measured in a process that may use only those cores."""
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     argv = [sys.executable, __file__, "--rate", level, "--executions", str(executions), "--cores", *map(str, chosen)]
     return float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
 
 
 async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5) -> float:
-    """Seconds to score completions on several tests each: values fetched from sandboxes, compared here."""
+    """Return seconds to score completions on several tests each: values come from sandboxes and are compared here."""
     inputs = [[[(number * 7919 + at * 104729) % 1000 for at in range(20)]] for number in range(tests)]
     expected = [sorted(args[0]) for args in inputs]
     waiting = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -190,7 +190,7 @@ async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Of a slot's processes: resident, and their proportional share (pages shared with others divided among them)."""
+    """Return memory of a slot's processes: resident, and proportional (pages shared with others divided among them)."""
     total = {"Rss": 0, "Pss": 0}
     waiting = [pid]
     while waiting:
@@ -237,7 +237,8 @@ async def measure(executions: int) -> dict[str, object]:
 
 
 def ratios(median_s: dict[str, float], rates: dict[str, dict[int, int]]) -> dict[str, float]:
-    """Of each level: a bare fork's time to an execution's, how much faster than a cold start, and what cores add."""
+    """Return, for each level: bare fork time / execution time, speed-up over a cold start, and speed-up from more
+    cores."""
     after_a_pause = median_s["bare fork, after a pause"] / median_s["ns, after a pause"]
     found = {"ns/bare_fork_over_execution_after_a_pause": after_a_pause}
     for level, by_cores in rates.items():

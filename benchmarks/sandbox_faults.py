@@ -1,10 +1,10 @@
-"""The pool under fire: executions with known verdicts while 5% of all calls to the providers fail, in every way.
+"""Fault test of the pool: executions with known verdicts while 5% of all calls to the providers fail, in every way.
 
     python benchmarks/sandbox_faults.py                       10,000 executions, about ten minutes on 2 quiet cores
     python benchmarks/sandbox_faults.py -n 600 --share 0.2
 
-Services on loopback, reached through the real SDKs of E2B, Daytona and MCP; all of it once in each of several
-processes. Prints JSON; exits with 1 if a verdict was wrong, a sandbox leaked or a lease hung. It measures no speed.
+Services on loopback are called through the real SDKs of E2B, Daytona and MCP, by several processes with services of
+their own. Prints JSON; exits with 1 if a verdict was wrong, a sandbox leaked or a lease hung. It measures no speed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from support.faults.run import FaultRun, run_with_faults
 
 
 def end_with_parent() -> None:
-    """Ctrl-C, to a process of ours whose parent was ended: it stops its services and their sandboxes on the way out."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    """Send this process Ctrl-C when its parent ends, so that it stops its services and their sandboxes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def one_process(run: FaultRun) -> Outcome:
-    """A process's part, with a line on standard error every half a minute."""
+    """Run one process's part, with a line on standard error every 30 s."""
     logging.basicConfig(level=logging.CRITICAL, stream=sys.stderr)
     try:
         return asyncio.run(watched(run))
     except KeyboardInterrupt:
-        os._exit(130)  # the executor would take it for a result, and wait for more work from a parent that is gone
+        os._exit(130)  # an exception would go to the executor as a result, and the worker would wait for more work
 
 
 async def watched(run: FaultRun) -> Outcome:
@@ -59,7 +59,7 @@ async def watched(run: FaultRun) -> Outcome:
 
 
 def parts(run: FaultRun, num_processes: int) -> list[FaultRun]:
-    """Shares of a run, each with a seed of its own."""
+    """Split a run into parts, each with its own seed."""
     sizes = [run.executions // num_processes + (i < run.executions % num_processes) for i in range(num_processes)]
     return [replace(run, executions=size, seed=run.seed + index) for index, size in enumerate(sizes)]
 
@@ -76,7 +76,7 @@ def main() -> int:
         executions=options.executions, share=options.share, concurrency=options.concurrency, seed=options.seed
     )
     started = time.monotonic()
-    # Spawned: a process that is forked would share the connections of the one before.
+    # Not forked: a child would share the connections of the process before it.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=spawned, initializer=end_with_parent) as pool:
         outcomes = list(pool.map(one_process, parts(run, options.processes)))

@@ -1,15 +1,15 @@
-"""The sandbox pool's own speed: what a lease costs when a sandbox is free, thousands at once, and what a hundred
-thousand leave behind.
+"""Speed of the sandbox pool itself: the cost of a lease when a sandbox is free, thousands of leases at once, and the
+memory left after a hundred thousand.
 
     python benchmarks/sandbox_pool.py             everything, about five minutes; prints one JSON line per part
     python benchmarks/sandbox_pool.py rate        acquire/release through the Ray actor, 10,000 a minute
     python benchmarks/sandbox_pool.py flood       as many as the actor can take
-    python benchmarks/sandbox_pool.py at-once     2,000 leases at once of sandboxes that a provider has to make
+    python benchmarks/sandbox_pool.py at-once     2,000 leases at once, for which a provider has to make sandboxes
     python benchmarks/sandbox_pool.py growth      100,000 leases: memory and descriptors of the actor's process
     python benchmarks/sandbox_pool.py growth-short growth-here     10,000 through the actor, 100,000 without Ray
 
-A Ray of its own with one CPU. Callers are this process, as a rollout worker is: each call crosses to the actor's
-process and back. Sandboxes are the fake provider's, which run nothing: what is left is the pool.
+Starts a separate Ray with one CPU. All callers are in this process, as in a rollout worker: each call crosses to the
+actor's process and back. The sandboxes of the fake provider run nothing, so only the pool is measured.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ Numbers = dict[str, float]
 
 
 def local_config() -> SandboxConfig:
-    """Places in the callers' own processes: always free here."""
+    """Return a config with local sandboxes, made in the callers' own processes: always free here."""
     return SandboxConfig.model_validate({"providers": [{"type": "local", "max_sandboxes": 256}]})
 
 
 def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
-    """Remote sandboxes of a provider that answers after latency_s and refuses nothing; each serves one lease."""
+    """Return a config with remote sandboxes of a provider that answers after latency_s and refuses nothing; one lease
+    each."""
     fake = {
         "type": "fake",
         "max_sandboxes": num_sandboxes,
@@ -58,7 +59,7 @@ def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
 
 
 async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
-    """One lease, taken and given back. Returns seconds until it was there."""
+    """Take one lease and give it back. Returns the seconds until it was granted."""
     started = time.perf_counter()
     lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s, lease_id=secrets.randbits(62))
     waited_s = time.perf_counter() - started
@@ -67,7 +68,7 @@ async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
 
 
 async def rate(pool: SandboxPoolHandle) -> Numbers:
-    """One lease every 6 ms for half a minute, whether or not the one before is back: an open loop hides no wait."""
+    """Take one lease every 6 ms for 30 s, without waiting for earlier ones: an open loop hides no wait."""
     num_leases = LEASES_PER_MINUTE // 2
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -80,14 +81,14 @@ async def rate(pool: SandboxPoolHandle) -> Numbers:
 
 
 async def flood(pool: SandboxPoolHandle) -> Numbers:
-    """64 callers, each with the next lease as soon as it gave the last one back."""
+    """Run 64 callers, each of which takes its next lease as soon as it has given one back."""
     num_leases, started = 20_000, time.perf_counter()
     waits_s = await from_callers(pool, num_leases, callers=64)
     return {"leases_per_min": num_leases / (time.perf_counter() - started) * 60, **percentiles_ms(waits_s)}
 
 
 async def at_once(pool: SandboxPoolHandle) -> Numbers:
-    """2,000 callers in one moment, none of whose sandboxes exists yet; all are held together."""
+    """Take 2,000 leases in one moment, none of whose sandboxes exists yet; hold all until the last is granted."""
     num_leases, started = 2_000, time.perf_counter()
     calls = (pool.acquire(f"worker-{index % 8}", SPEC, timeout_s=120.0) for index in range(num_leases))
     leases = await asyncio.gather(*calls)
@@ -108,17 +109,17 @@ async def at_once(pool: SandboxPoolHandle) -> Numbers:
 
 
 async def growth(pool: SandboxPoolHandle) -> Numbers:
-    """The actor's process after 10,000 leases and after 100,000 more."""
+    """Measure the actor's process after 10,000 leases and after 100,000 more."""
     return await grown(pool, await process_of(pool), 100_000)
 
 
 async def growth_short(pool: SandboxPoolHandle) -> Numbers:
-    """The same with a tenth: where others use the machine, too."""
+    """Measure the same with a tenth of the leases, for a machine that others use too."""
     return await grown(pool, await process_of(pool), 10_000)
 
 
 async def grown(pool: SandboxPoolHandle | PoolHere, process: psutil.Process, num_leases: int) -> Numbers:
-    """Memory and descriptors of the pool's process, after one round and after each tenth of so many leases more."""
+    """Measure memory and descriptors of the pool's process, after a first round and after each tenth of the leases."""
     await from_callers(pool, _ROUND, callers=64)
     found: Numbers = {"leases": float(num_leases)}
     for done in range(0, num_leases + 1, num_leases // 10):
@@ -130,7 +131,7 @@ async def grown(pool: SandboxPoolHandle | PoolHere, process: psutil.Process, num
 
 
 async def from_callers(pool: Pool, num_leases: int, *, callers: int) -> list[float]:
-    """Leases one after the other from each of several callers. Returns the waits in seconds."""
+    """Take leases one after the other from each of several callers. Returns the waits in seconds."""
     indices = iter(range(num_leases))
 
     async def call() -> list[float]:
@@ -140,7 +141,7 @@ async def from_callers(pool: Pool, num_leases: int, *, callers: int) -> list[flo
 
 
 async def process_of(pool: SandboxPoolHandle) -> psutil.Process:
-    """The actor's process: the Ray worker that shows its class."""
+    """Return the actor's process: the Ray worker whose title names its class."""
     await pool.stats()
     for process in psutil.Process().children(recursive=True):
         if "SandboxPool" in " ".join(process.cmdline()):
@@ -149,19 +150,19 @@ async def process_of(pool: SandboxPoolHandle) -> psutil.Process:
 
 
 def usage(process: psutil.Process) -> tuple[float, float]:
-    """Resident memory in MiB, open descriptors."""
+    """Return resident memory in MiB, and the number of open descriptors."""
     return process.memory_info().rss / 2**20, float(process.num_fds())
 
 
 def percentiles_ms(waits_s: list[float]) -> Numbers:
-    """Nearest rank."""
+    """Return percentiles in ms, by nearest rank."""
     ordered = sorted(waits_s)
     ranks = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
     return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 for name, share in ranks.items()}
 
 
 PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], SandboxConfig, int]] = {
-    # part -> what, with which sandboxes, how many of them ready before it begins
+    # part -> (function, sandbox config, number of sandboxes to prepare)
     "rate": (rate, fake_config(64), 64),
     "flood": (flood, local_config(), 0),
     "at-once": (at_once, fake_config(2_000, latency_s=0.05), 0),
@@ -179,13 +180,13 @@ class Here(PoolHere):
 
 
 async def growth_here() -> Numbers:
-    """100,000 leases of the pool in this process, without Ray."""
+    """Measure 100,000 leases of the pool in this process, without Ray."""
     async with open_pool(fake_config(128), "bench-here") as (_, pool):
         return await grown(Here(pool), psutil.Process(), 100_000)
 
 
 async def measure(part: str) -> Numbers:
-    """One part with a pool of its own."""
+    """Measure one part with a pool of its own."""
     what, config, num_ready = PARTS[part]
     name = f"sandbox-pool-{part}"
     pool = SandboxPoolHandle(spawn("sandbox-pool", name, config, f"bench-{part}"), name)
@@ -201,14 +202,15 @@ async def measure(part: str) -> Numbers:
 
 
 def start_ray(attempts: int = 4) -> None:
-    """A Ray of its own. Ray gives its node 30 s, fixed, to come up: too few where others use the processor."""
+    """Start a separate Ray. Ray gives its node a fixed 30 s to start, too few on a busy machine: so several
+    attempts."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
     for attempt in range(attempts):
         try:
             ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=100 << 20)
             return
-        except Exception as error:  # boundary: Ray raises a bare Exception here, and others for other delays
+        except Exception as error:  # boundary: Ray raises a bare Exception here, and other types for other delays
             ray.shutdown()
             if attempt == attempts - 1:
                 raise

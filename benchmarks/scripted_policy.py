@@ -1,7 +1,7 @@
-"""The real agent loop over a policy that says what it is told: shared by the parts of benchmarks/agent_loop.py.
+"""The real agent loop over a scripted policy: shared by the parts of benchmarks/agent_loop.py.
 
-Every trajectory has four turns of some 200 tokens; all but the last call one tool. What the policy says is made
-beforehand, and the tokenizer's and the template's processor time is taken apart.
+Every trajectory has four turns of some 200 tokens; all but the last call one tool. Completions are made beforehand, and
+the processor time of tokenizer and template is measured separately.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Clock:
 
 
 class TimedTokenizer:
-    """The tokenizer with its time taken."""
+    """The tokenizer, with its time measured."""
 
     def __init__(self, tokenizer: Any, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +59,7 @@ class TimedTokenizer:
 
 
 class Instant(ToolBase):
-    """Answers at once: what is left is the loop."""
+    """A tool that answers at once: only the loop takes time."""
 
     schema = ToolSchema(
         name="python",
@@ -72,21 +72,21 @@ class Instant(ToolBase):
 
 
 def code_of(turn: int) -> str:
-    """What the tool runs in this turn."""
+    """Return the code that the tool runs in this turn."""
     return f"print({turn} + 17 * 23)"
 
 
 def script(tool: str) -> list[str]:
-    """What the policy says, turn by turn."""
+    """Return the policy's text of each turn."""
     calls = [json.dumps({"name": tool, "arguments": {"code": code_of(turn)}}) for turn in range(TURNS - 1)]
     return [*(f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in calls), f"{THOUGHT}It is #### 391"]
 
 
 class ScriptedPolicy:
-    """The loop with its parts as a rollout worker has them, but for the engine.
+    """The loop with the same parts as in a rollout worker, except the engine.
 
     Args:
-        tool: the one of `tools` that is called.
+        tool: name of the tool in `tools` that is called.
     """
 
     def __init__(self, tokenizer: Any, tools: ToolSet, tool: str) -> None:
@@ -105,7 +105,7 @@ class ScriptedPolicy:
         self._engine = PreparedEngine([_completion(ids) for ids in said])
 
     async def run(self, count: int) -> list[Episode]:
-        """So many trajectories at once. Raises SystemExit if one does not go as it is written."""
+        """Run so many trajectories at once. Raises SystemExit if one departs from its script."""
         engine, sampling = self._engine, SamplingParams(max_tokens=1024)
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -124,7 +124,7 @@ class ScriptedPolicy:
 
 
 class PreparedEngine:
-    """An engine that costs nothing: a turn's completion was made beforehand."""
+    """An engine without cost: each completion was made beforehand."""
 
     def __init__(self, completions: list[Completion]) -> None:
         self._completions = completions

@@ -1,7 +1,7 @@
-"""A run of the real driver, store, workers and sandbox pool on stand-ins: what the benchmarks of the system share.
+"""A run of the real driver, store, workers and sandbox pool on stand-ins, shared by the benchmarks of the system.
 
-Nothing is learned and no model is loaded; the tokenizer is one of characters, and a trajectory's verdict costs nothing
-but the seconds that a simulated tool takes.
+Nothing is learned and no model is loaded; the tokenizer is one of characters, and a trajectory's verdict takes only the
+seconds of a simulated tool.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TASK = Simulated(name="simulated", mean_s=MEAN_S, sigma=SIGMA)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A Hugging Face folder with a tokenizer of characters, and no model."""
+    """Write a Hugging Face folder with a tokenizer of single characters, and no model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,10 +74,10 @@ def run(
     tool_sigma: float = 0.6,
     on_step: Callable[[Cluster], None] = lambda cluster: None,
 ) -> list[dict[str, float]]:
-    """Train on stand-ins in a folder of its own.
+    """Train on stand-ins in a new folder.
 
     Args:
-        sections: of the configuration.
+        sections: sections of the configuration.
         on_step: called after every step, e.g. to measure memory.
     Returns:
         The metrics of each step.
@@ -90,7 +90,7 @@ def run(
             "run": {"output_dir": folder, "name": "benchmark"},
             "model": {"path": str(Path(folder) / "model")},
             "tasks": [str(task)],
-            # Never a Ray that is here already: it is busy with somebody else's job, and may end with it.
+            # Never use a Ray that is here already: it may be busy with another job, and end with it.
             "cluster": {"device": "cpu", "address": "local"},
             "checkpoint": {"every_steps": 0},
             "tracking": {"trackers": ["jsonl"], "trajectories": False},
@@ -101,7 +101,7 @@ def run(
 
 
 class _Ticker:
-    """A tracker that calls a function."""
+    """A tracker that calls a function at every step."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call

@@ -2,10 +2,10 @@
 
     python benchmarks/storage.py [--gib 1] [--rounds 3] [--server swift|moto] [--json]
 
-Each transfer is a process of its own, timed from its start to its end, with its peak memory. The CLI runs in its own
-environment (made on the first call under benchmarks/.envs) with its default settings; ours with the defaults of
-`rayapp.storage`, its checksums included. The server is OpenStack Swift on this machine's disk. A first round with a
-small file is not counted: it compiles the modules of both, whatever installed them, and wakes the server up.
+Each transfer is a separate process, timed from start to end, with its peak memory. The CLI runs in its own environment
+(made on the first call under benchmarks/.envs) with its default settings; ours uses the defaults of `rayapp.storage`,
+with checksums. The server is OpenStack Swift on this machine's disk. A first round with a small file is not counted: in
+it both compile their modules, and the server warms up.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One process."""
+    """Time and peak memory of one process."""
 
     seconds: float
     peak_mib: float
 
 
 def make_cli() -> Path:
-    """The AWS CLI in an environment of its own; made once. Returns its program."""
+    """Make the AWS CLI's environment, once. Returns its program."""
     home = HERE / ".envs" / f"awscli-{CLI_VERSION}"
     program = home / "bin" / "aws"
     stamp = home / ".installed"
@@ -62,7 +62,7 @@ def make_cli() -> Path:
 
 
 def measure(command: list[str], environment: dict[str, str], log: Path) -> Transfer:
-    """Run to the end. Raises RuntimeError: it failed."""
+    """Run a command to its end and measure it. Raises RuntimeError if it fails."""
     started = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -74,7 +74,7 @@ def measure(command: list[str], environment: dict[str, str], log: Path) -> Trans
 
 
 def worker(direction: str, uri: str, path: Path) -> None:
-    """Our side of one transfer, in its own process."""
+    """Run our side of one transfer, in its own process."""
     from rayapp.storage.opening import open_storage
 
     async def transfer() -> None:
@@ -95,7 +95,7 @@ def write_random(path: Path, num_bytes: int) -> None:
 
 
 def start_server(kind: str, home: Path) -> tuple[str, dict[str, str], Callable[[], None]]:
-    """Returns its address, the environment of its clients, and what ends it."""
+    """Start a server. Returns its address, its clients' environment, and a function that ends it."""
     if kind == "moto":
         from support.storage import moto_server as module
 
@@ -146,7 +146,7 @@ def run(gib: float, rounds: int, kind: str) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, list[Transfer]], gib: float) -> dict[str, Any]:
-    """Medians, and the ratio of our rate to the CLI's."""
+    """Return medians, and the ratio of our rate to the CLI's."""
     sides = {
         name: {
             "mib_per_s": gib * 1024 / statistics.median(transfer.seconds for transfer in transfers),

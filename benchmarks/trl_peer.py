@@ -1,4 +1,5 @@
-"""TRL as a peer of `grpo_step.py`: makes its environment, runs `trl_worker.py` in it, answers its calls for rewards."""
+"""TRL as a peer of `grpo_step.py`: makes its environment, runs `trl_worker.py` in it, and answers its requests for
+rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Scorer = Callable[[list[dict[str, Any]]], Awaitable[list[float]]]
 
 
 def make_environment(torch_version: str, transformers_version: str) -> Path:
-    """A virtual environment with TRL and the torch and transformers that we run ourselves; made once.
+    """Make a virtual environment, once, with TRL and the same torch and transformers that we use.
 
     Returns:
         Its interpreter.
@@ -41,13 +42,13 @@ def make_environment(torch_version: str, transformers_version: str) -> Path:
 
 
 def _installer(python: Path, torch_version: str) -> list[str]:
-    """uv where there is one (beside this interpreter, or on PATH), else pip."""
+    """Return the command of uv if there is one (beside this interpreter, or on PATH), else of pip."""
     beside = Path(sys.executable).with_name("uv")
     uv = shutil.which("uv") or (str(beside) if beside.exists() else None)
     if uv is None:
         return [str(python), "-m", "pip", "install"]
     links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
-    # uv reads none of pip's settings; without a folder of wheels it knows where CPU builds of torch are.
+    # uv ignores pip's settings; without a folder of wheels it knows where CPU builds of torch are.
     backend = ["--torch-backend", "cpu"] if torch_version.endswith("+cpu") and not links else []
     return [uv, "pip", "install", "--python", str(python), *links, *backend]
 
@@ -81,7 +82,7 @@ class TrlPeer:
         return peer
 
     async def step(self) -> dict[str, Any]:
-        """One GRPO step. Seconds, completion tokens, and where the seconds went."""
+        """Run one GRPO step. Returns its seconds, its completion tokens, and seconds by part."""
         self._write("step")
         async with asyncio.timeout(STEP_TIMEOUT_S):
             message = await self._read()

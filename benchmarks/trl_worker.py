@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`. In an environment of its own: it imports nothing of ours.
+"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`. Runs in its own environment and imports nothing of ours.
 
 Reads one JSON object from its arguments (model, prompts, stop, sizes), then, on stdin, a line `step` for each step. On
 stdout it writes JSON lines: {"ready"}, {"score": [...]} (answered with a line of rewards: the reward code is ours), and
-after each step {"step": seconds, ...}. It is given the settings under which it is fastest here: bfloat16 parameters, no
-gradient checkpointing, no KL, its own generation.
+after each step {"step": seconds, ...}. Its settings are the fastest on this machine: bfloat16 parameters, no gradient
+checkpointing, no KL, its own generation.
 """
 
 import functools
@@ -13,7 +13,7 @@ import sys
 import time
 
 CHANNEL = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print must not end up between the JSON lines
+os.dup2(2, 1)  # output of libraries must not end up between the JSON lines
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -50,7 +50,7 @@ CLOCK = Clock()
 
 
 def reward(prompts, completions, completion_ids, index, **_):
-    """Asks the parent process, which scores in its sandboxes."""
+    """Ask the parent process, which scores in its sandboxes."""
     CLOCK.num_tokens = sum(len(ids) for ids in completion_ids)
     started = time.perf_counter()
     send({"score": [{"index": i, "text": text} for i, text in zip(index, completions, strict=True)]})
@@ -78,8 +78,8 @@ def main():
     config = GRPOConfig(
         output_dir=WORK["output_dir"],
         use_cpu=WORK["device"] == "cpu",
-        bf16=False,  # the parameters are bfloat16 already; autocast on top would only cost time
-        # All prompts are generated together; the gradient is taken a group at a time: at once it takes 13 GB.
+        bf16=False,  # the parameters are bfloat16 already; autocast would only cost time
+        # All prompts are generated together; the gradient is computed group by group, as all groups at once take 13 GB.
         per_device_train_batch_size=WORK["group_size"],
         gradient_accumulation_steps=len(WORK["prompts"]),
         num_generations=WORK["group_size"],
@@ -107,7 +107,7 @@ def main():
         callbacks=[OneStepAtATime()],
     )
     if WORK["stop"]:
-        # transformers looks for stop strings with the tokenizer, which TRL does not pass on.
+        # transformers needs the tokenizer to find stop strings, and TRL does not pass it on.
         trainer.model.generate = functools.partial(trainer.model.generate, tokenizer=tokenizer)
     trainer.model.generate = CLOCK.wrap("generate", trainer.model.generate)
     trainer.accelerator.backward = CLOCK.wrap("backward", trainer.accelerator.backward)

@@ -1,10 +1,10 @@
-"""How long people wait for `rayapp view` over a million trajectories, in a real browser.
+"""Waiting times of `rayapp view` over a million trajectories, in a real browser.
 
     python benchmarks/view.py [--trajectories 1000000] [--folder DIR]
 
-Writes a synthetic run (once, with --folder kept), starts the command as a person does, and measures in headless
-Chromium: from the page's address to the first rows while the index still grows; until the index is whole; a filter, a
-sort, a group and a trajectory on all of it; the server's memory. Prints JSON; a target missed is exit code 1.
+Writes a synthetic run (once, with --folder kept), starts the command, and measures in headless Chromium: the time to
+the first rows while the index still grows; the time until the index is complete; then a filter, a sort, a group and a
+trajectory; and the server's memory. Prints JSON; exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Address and process id of a fresh server, and the seconds from the command to its address."""
+    """Start the command; yield its address, its process id, and the seconds until it printed the address."""
     command = [sys.executable, "-m", "rayapp", "view", str(folder), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()
@@ -93,7 +93,7 @@ async def _whole_index(page: Any, base: str) -> dict[str, float]:
 
 
 async def _using(page: Any, base: str) -> dict[str, Any]:
-    """Worst of a few rounds of each, over all groups."""
+    """Return the slowest of a few rounds of each action, over all groups."""
     await page.goto(f"{base}/#/groups")
     await page.reload()
     await page.locator("[data-count]").wait_for()

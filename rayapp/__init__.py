@@ -1,10 +1,11 @@
-"""GRPO post-training on Ray, in rooms: docs/develop.md says what is where; `rayapp.api` what this module offers.
+"""GRPO post-training on Ray. docs/develop.md describes the packages; `rayapp.api` lists the names that this module
+offers.
 
     import rayapp
     run = rayapp.train("configs/coding_cpu.yaml", {"train.num_steps": 20})
 
-Everything is loaded when it is first used: importing this module loads nothing else, neither torch nor Ray. Tasks and
-tools of users import a few modules by the names that these had before there were rooms; they still can.
+Everything is loaded at its first use: importing this module loads neither torch nor Ray. A few modules can still be
+imported by their old names, as users' tasks and tools do.
 """
 
 import sys
@@ -82,7 +83,7 @@ MOVED = {
 
 
 class _OldNames:
-    """Finds a module under its old name; it is the same object as under the new one, so are its classes."""
+    """Import finder that maps a module's old name to the same module object, so that its classes are the same too."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -93,7 +94,7 @@ class _OldNames:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what stands here afterwards.
+        # The import system returns the module that is in sys.modules after this call.
         sys.modules[module.__name__] = import_module(MOVED[module.__name__])
 
 

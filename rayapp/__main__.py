@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the program. Ctrl-C while it is still being loaded ends it without a traceback, too."""
+    """Run the program. Ctrl-C while it is still loading also ends it without a traceback."""
     try:
         from rayapp.cli.main import main as run
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""Makes or updates the environment `.venv` from the locks beside this file, for `make venv`; standard library only.
+"""Make or update the environment `.venv` from the locks in this folder, for `make venv`; standard library only.
 
-A second call does nothing: a stamp in the environment holds the hash of everything that decides what is in it. It uses
-uv where there is one (on PATH, or installed into the environment first) and pip otherwise. Locks are installed with
---no-deps: they are complete, and pip's resolver takes minutes to find that out.
+A second call does nothing: a stamp in the environment holds the hash of everything that determines its contents. It
+uses uv where there is one (on PATH, or installed into the environment first) and pip otherwise. Locks are installed
+with --no-deps: they are complete, and pip's resolver would take minutes to confirm it.
 
 Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--bytecode now|later] [--venv .venv]
 """
@@ -69,7 +69,8 @@ def _lock(device: str) -> Path:
 
 
 def _fingerprint(device: str) -> str:
-    """Changes when another installation would: locks, project metadata, interpreter, where the project is."""
+    """Return a hash of all that an installation depends on: locks, project metadata, interpreter, place of the
+    project."""
     digest = hashlib.sha256(f"{device}\n{sys.version}\n{ROOT}\n".encode())
     for file in (_lock(device), HERE / "requirements-dev.lock", ROOT / "pyproject.toml", Path(__file__)):
         digest.update(file.read_bytes())
@@ -77,7 +78,7 @@ def _fingerprint(device: str) -> str:
 
 
 def _find_uv(python: Path, installer: str) -> str | None:
-    """uv's path; it is installed into the environment when there is none and pip can get it."""
+    """Return uv's path. If it is missing, pip tries to install it into the environment first."""
     if installer == "pip":
         return None
     own = python.with_name("uv")
@@ -90,11 +91,11 @@ def _find_uv(python: Path, installer: str) -> str | None:
 
 
 def _bytecode_options(when: str, *, uses_uv: bool) -> list[str]:
-    """So that both installers compile all 39,000 files now, two minutes of a core, or none, for the Makefile.
+    """Return options so that both installers compile all 39,000 files now, two minutes of a core, or none.
 
-    Later each is compiled when it is first imported, a fifth of them, if that may be written: where
-    PYTHONDONTWRITEBYTECODE is set (in many images) each process of a run would compile PyTorch and vLLM for itself,
-    every time. The Makefile empties the variable.
+    Files not compiled now are compiled at their first import, which only a fifth of them ever have. But where
+    PYTHONDONTWRITEBYTECODE is set (in many images) nothing is saved, and each process of a run would compile PyTorch
+    and vLLM again. The Makefile empties the variable.
     """
     if uses_uv:
         return ["--compile-bytecode"] if when == "now" else []
@@ -103,7 +104,7 @@ def _bytecode_options(when: str, *, uses_uv: bool) -> list[str]:
 
 def _uv_command(uv: str, python: Path, device: str) -> list[str]:
     command = [uv, "pip", "install", "--python", str(python)]
-    # uv reads none of pip's settings. A folder of wheels that pip is told about may be the only place with a CPU torch.
+    # uv ignores pip's settings. A folder of wheels that pip is configured with may be the only place with a CPU torch.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     for link in links:
         command += ["--find-links", link]

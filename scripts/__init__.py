@@ -1,1 +1,1 @@
-"""What writes files of this repository: docs, alerts, a dashboard, manifests. Not in the wheel."""
+"""Programs that write files of this repository: docs, alerts, a dashboard, manifests. Not in the wheel."""

@@ -1,4 +1,4 @@
-"""`python -m scripts.check_wheel [EXTRA]`: the wheel in an empty environment, used as a reader of it would.
+"""`python -m scripts.check_wheel [EXTRA]`: install the wheel in an empty environment and run its commands.
 
 Builds wheel and environment below a temporary folder, installs the wheel with the extra (default: view) from the index
 that pip knows, and runs commands there, away from this checkout.
@@ -23,7 +23,7 @@ NEEDED = (
     "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
-"""Files that are no modules; a wheel without one fails late."""
+"""Files besides modules that the wheel must hold. Without them it fails only in use."""
 PROGRAM = """
 import sys, rayapp
 from pathlib import Path
@@ -43,7 +43,7 @@ assert not {"torch", "ray"} & set(sys.modules)
 
 
 def build(folder: Path) -> Path:
-    """The wheel of this checkout.
+    """Build the wheel of this checkout; return its path.
 
     Raises:
         CalledProcessError: it can't be built.
@@ -54,7 +54,7 @@ def build(folder: Path) -> Path:
 
 
 def missing(wheel: Path) -> list[str]:
-    """Which of NEEDED are not in it."""
+    """Return the files of NEEDED that the wheel lacks."""
     with zipfile.ZipFile(wheel) as packed:
         return sorted(set(NEEDED) - set(packed.namelist()))
 

@@ -1,4 +1,4 @@
-"""Writes docs/configure.md from the schema: `python -m scripts.config_docs > docs/configure.md`. Tested."""
+"""Write docs/configure.md from the schema: `python -m scripts.config_docs > docs/configure.md`. A test compares."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ defaults; `key.sub=value` on the command line wins over the file. Values are YAM
 | the learning rate and its schedule | `learner.optimizer.lr`, `.schedule`, `.warmup_steps` |
 | the batch: prompts, and completions of each | `train.groups_per_step`, `rollout.group_size` |
 | how long a run is, and how long completions may be | `train.num_steps`, `rollout.max_completion_tokens` |
-| your own data set and reward function | `data.train_files`, `reward.custom` ([data.md](data.md)) |
+| your own data set and reward function | `tasks`, `reward.custom` ([data.md](data.md)) |
 | out of memory in the learner | `learner.max_tokens_per_microbatch`, `.activation_checkpointing`, `.cpu_offload` |
 | out of memory in the server | `server.gpu_memory_utilization`, `.max_num_seqs`, `.tensor_parallel_size` |
 | the loss | `algorithm.adv_estimator`, `algorithm.policy_loss`, `algorithm.kl_loss_coef` |
@@ -53,7 +53,7 @@ def keys_without_meaning() -> list[str]:
 
 
 def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterator[str]:
-    """The page of one section: its own keys, then its sections, then the sections that its lists hold.
+    """Yield the lines of one section: its own keys, then its subsections, then the sections in its lists.
 
     Args:
         values: the section with its defaults; None where a key is required.
@@ -74,14 +74,15 @@ def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterato
 
 
 def _elements(field: FieldInfo) -> Iterator[Section]:
-    """The sections that a list holds: one, or one of each type."""
+    """Yield the sections that a list can hold: one, or one of each type."""
     for argument in get_args(field.annotation) if get_origin(field.annotation) is tuple else ():
         choices = get_args(argument)[0] if get_origin(argument) is Annotated else argument
         yield from (each for each in (choices, *get_args(choices)) if _is_model(each))
 
 
 def _element(section: Section, prefix: str) -> Iterator[str]:
-    """A section in a list: its own keys. Sections that the whole run has too are described there."""
+    """Yield the lines of a section in a list: its own keys. Subsections that the whole run has too are described
+    there."""
     of_run = {field.annotation for field in Config.model_fields.values()}
     parts = {name: field for name, field in section.model_fields.items() if _is_section(field)}
     own = {name: field for name, field in parts.items() if field.annotation not in of_run}
@@ -118,7 +119,7 @@ def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str, val
 
 
 def _default(name: str, field: FieldInfo, values: BaseModel | None) -> str:
-    """The default in YAML, as a config file would state it; empty for a required key, and for a section."""
+    """Return the default in YAML, as a config file would state it; empty for a required key, and for a section."""
     if _is_section(field) or (values is None and field.is_required()):
         return ""
     value = getattr(values, name) if values is not None else field.get_default(call_default_factory=True)
@@ -132,7 +133,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _docstrings(section: Section) -> dict[str, str]:
-    """Return the string under each field, of the sections that this one extends too; Python itself keeps none."""
+    """Return the docstring under each field, including fields of parent classes; Python itself keeps none."""
     found: dict[str, str] = {}
     for model in reversed(section.__mro__):
         if _is_model(model) and model is not BaseModel:

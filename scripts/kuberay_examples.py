@@ -1,6 +1,6 @@
-"""Writes configs/kuberay/rendered/: one example's manifests as plain YAML, to read. `rayapp render-k8s` makes others.
+"""Write configs/kuberay/rendered/: one example's manifests as plain YAML, to read. `rayapp render-k8s` renders others.
 
-The dashboard and its alerts are not among them: they are chart/files/ word for word, and longer than all the rest.
+It leaves out the dashboard and its alerts: they equal chart/files/ and are longer than all the rest.
 
 After a change of the chart, its examples or the config's schema: `python -m scripts.kuberay_examples`. A test compares.
 """
@@ -21,19 +21,19 @@ CONFIGS: dict[str, Path] = {
     "kueue": FOLDER.parent / "coding_8gpu.yaml",
     "volcano": FOLDER.parent / "coding_8gpu.yaml",
 }
-"""Example (a file in examples/) -> the run's config."""
+"""Example (a file in examples/) -> config of its run."""
 STORED = FOLDER / "rendered" / "single-node-ack"
 """The example with every kind of document."""
 
 
 def render_example(name: str) -> dict[str, str]:
-    """File name -> YAML of one example."""
+    """Return file name -> YAML of one example."""
     values = read_values([FOLDER / "examples" / f"{name}.yaml"], ())
     return render(load_config(CONFIGS[name]), Release(name="rayapp", namespace="default"), values)
 
 
 def stored_example() -> dict[str, str]:
-    """File name -> YAML of what is in `STORED`."""
+    """Return file name -> YAML of the files in `STORED`."""
     return {file: text for file, text in render_example(STORED.name).items() if file != "monitoring.yaml"}
 
 

@@ -3,8 +3,8 @@
     python -m scripts.like_docker COMMAND ...           as root; what most hosts give
     python -m scripts.like_docker --bare COMMAND ...    on a kernel without Landlock
 
-Of mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Of the network: a loopback without IPv6 and
-nothing else. There is no image, and no profile of AppArmor's.
+Mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Network: only a loopback without IPv6. It does not
+imitate an image or an AppArmor profile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rayapp.sandbox.local.levels import kernel, loopback, seccomp
 from rayapp.sandbox.local.levels.seccomp import Block
 
 CAPABILITIES = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}
-"""Docker's: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, net_raw, sys_chroot,
-mknod, audit_write, setfcap."""
+"""Docker's default capabilities: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service,
+net_raw, sys_chroot, mknod, audit_write, setfcap."""
 REFUSED = (
     "unshare", "mount", "umount2", "pivot_root", "setns", "open_tree", "move_mount", "fsopen", "fsmount", "fsconfig",
     "mount_setattr", "bpf", "perf_event_open", "userfaultfd", "keyctl", "add_key", "request_key", "kexec_load",
@@ -35,7 +35,7 @@ _LAST_CAPABILITY = 40
 
 
 def main() -> None:
-    """Enter the profile, and become the command."""
+    """Apply the profile, then execute the command in this process."""
     is_bare = sys.argv[1:2] == ["--bare"]
     command = sys.argv[1 + is_bare :]
     if os.geteuid() != 0 or not command:

@@ -1,6 +1,6 @@
-"""Writes the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. Tested.
+"""Write the table of docs/models.md from docs/models.json: `python -m scripts.model_table`. A test compares.
 
-`rayapp models check --record docs/models.json` makes the latter.
+`rayapp models check --record docs/models.json` writes docs/models.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHECKS = ("learner", "adapters", "final/", "engine")
 
 
 def render(record: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table, with what made it."""
+    """Return the table, with the versions that produced it."""
     versions = "; ".join(sorted({check["with"] for checks in record.values() for check in checks.values()}))
     lines = [
         "Made by `rayapp models check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
@@ -44,7 +44,7 @@ def _rows(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def page(text: str, record: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with a new table, which is its end."""
+    """Return the page with its last part, the table, replaced."""
     return f"{text[: text.index(HEADING)]}{HEADING}\n{render(record)}"
 
 

@@ -1,9 +1,9 @@
 """A small set of word problems of our own, in GSM8K's form, for tests and for runs without a network.
 
-    python -m scripts.problems      writes rayapp/tasks/data/library/*.jsonl again, equal to the byte
+    python -m scripts.problems      writes rayapp/tasks/data/library/*.jsonl, always the same bytes
 
 Each problem is a template with numbers. Its worked answer marks every step `<<3*4=12>>` and ends with `#### N`, as
-GSM8K's do. `check_problem` proves an answer right in two ways that share no code with the steps' text.
+GSM8K's do. `check_problem` verifies an answer in two ways, neither of which uses the code that writes the steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_templates() -> tuple[Template, ...]:
 
 
 def generate(split: str) -> list[dict[str, Any]]:
-    """Problems of one split; no question is in both.
+    """Return the problems of one split; no question is in both splits.
 
     Returns:
         `{"question": …, "answer": "… #### 12", "template": "apples", "numbers": {"a": 5, "b": 7}}`, one per problem.
@@ -69,7 +69,7 @@ def generate(split: str) -> list[dict[str, Any]]:
 
 
 def check_problem(problem: Mapping[str, Any]) -> None:
-    """Prove one answer right: every marked step by exact arithmetic, the last of them by the template's formula.
+    """Verify one answer: every marked step by exact arithmetic, the last one also by the template's formula.
 
     Raises:
         InputError: a step, the answer, or the question's numbers are wrong.
@@ -89,10 +89,10 @@ def check_problem(problem: Mapping[str, Any]) -> None:
 
 
 def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
-    """Exact value of an expression of + - * / and names.
+    """Return the exact value of an expression of + - * / and names.
 
     Raises:
-        InputError: anything else is in it.
+        InputError: the expression holds anything else.
     """
 
     def value(node: ast.expr) -> Fraction:
@@ -111,7 +111,7 @@ def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
 
 
 def _draw_all(template: Template) -> Iterator[dict[str, Any]]:
-    """Different problems of one kind, for ever the same ones."""
+    """Yield different problems of one kind, endlessly, always in the same order."""
     draw, seen = random.Random(f"{_SEED}:{template.name}"), set[tuple[tuple[str, int], ...]]()
     while len(seen) < sum(SPLITS.values()):
         numbers = {name: draw.randint(low, high) for name, (low, high) in template.numbers.items()}

@@ -1,4 +1,4 @@
-"""What every test may rely on: no network, no leftover settings, and GPU or provider tests only where they can run."""
+"""Conditions of every test: no network, no leftover settings, and GPU or provider tests only where they can run."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from hypothesis import settings
 
 from rayapp.core.names import large_imports
 
-# Before anything imports transformers or Ray: tests must not wait for a hub they can't reach, nor report usage.
+# Set before transformers or Ray is imported: tests must not wait for an unreachable hub, nor report usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-# Three files run on two cores at a time: two threads of one would wait for each other in every operator. What sets its
-# own number of threads at least does not spin meanwhile.
+# Three test files run at a time on two cores: two threads of one file would wait for each other in every operator.
+# Passive: threads of programs that set their own number don't spin while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# A Ray of our own for every test, never the one that happens to run on this machine.
+# A separate Ray for every test, never one that happens to run on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Servers of tests are on this machine, whatever proxy leads out of it.
+# Test servers are on this machine: reach them without a proxy.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
-# Programs of tests import `support` too; pytest itself finds it by `pythonpath`.
+# Test programs import `support` too; pytest itself finds it by `pythonpath`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
-# What a test reads is no terminal, though some CI runners say so.
+# Tests read plain text, though some CI runners claim to be terminals.
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 
-# 200 ms, which Hypothesis gives an example, are too few on a busy machine.
+# Hypothesis' limit of 200 ms per example is too short on a busy machine.
 settings.register_profile("busy machine", settings.default, deadline=None)
 settings.load_profile("busy machine")
 
 DATA = Path(__file__).parent / "data"
 STAND_INS, FORKS = DATA / "stand_ins", DATA / "forks"
-"""On the path of what is to have stand-ins for engines, and of what is to be forked."""
+"""Folders for PYTHONPATH: the first replaces engines by stand-ins, the second lets processes be forked."""
 
 LONGEST_FIRST = (
     "standing_ray",
@@ -72,8 +72,7 @@ LONGEST_FIRST = (
     "adversarial",
     "unit",
 )
-"""Groups, files and folders in the order of their time: what is last is short, and no process ends minutes after the
-others."""
+"""Groups, files and folders, longest first: short ones come last, so that all processes end at about the same time."""
 
 SLOW_UNITS = frozenset(
     f"unit/test_{name}.py"
@@ -84,7 +83,8 @@ SLOW_UNITS = frozenset(
         "imports", "external_agent", "server", "sandbox",
     )
 )  # fmt: skip
-"""Files of unit/ that take over ten seconds each, three quarters of all: `make test-fast` leaves them out."""
+"""Files of unit/ that take over ten seconds each, three quarters of the room's time: `make test-fast` leaves them
+out."""
 
 GROUPS = {
     "cluster": {
@@ -111,10 +111,11 @@ TOGETHER = {
 
 
 def pytest_configure() -> None:
-    # As Ctrl-C: fixtures end what they started. Else `timeout` leaves whole Rays behind, and the locks that they hold.
+    # Handle SIGTERM like Ctrl-C: fixtures end what they started. Otherwise `timeout` leaves whole Rays behind, and
+    # their locks.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # `nohup`, a script's `make test &` and many a CI runner start us with Ctrl-C ignored, which the programs that tests
-    # start would inherit, as they would a blocked signal. A handler is not inherited: they begin as in a terminal.
+    # `nohup`, a script's `make test &` and many CI runners start us with Ctrl-C ignored. Programs that tests start
+    # would inherit that, as they would a blocked signal. A handler is not inherited: they begin as in a terminal.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -123,7 +124,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """What each of several processes imports to collect all tests costs 17 seconds of the processor instead of 25."""
+    """Import what collection needs, spread over processes: 17 seconds of processor time instead of 25."""
     worker = getattr(session.config, "workerinput", {}).get("workerid", "")
     with large_imports() if worker else nullcontext():
         for name in IMPORTED_FIRST.get(worker, ()):
@@ -134,8 +135,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
 
 
 IMPORTED_FIRST = {"gw1": ("anthropic", "openai"), "gw2": ("ray", "mcp.server", "e2b", "moto.server")}
-"""By process, where the first begins with transformers and PyTorch: in a new environment each would compile all of them
-at the same time, for 22 seconds of the processor."""
+"""By process: modules that it imports first; gw0 begins with transformers and PyTorch. In a new environment all
+processes would otherwise compile the same modules at the same time, for 22 seconds of processor time."""
 
 
 def _import_if_not_compiled(name: str) -> None:
@@ -144,9 +145,9 @@ def _import_if_not_compiled(name: str) -> None:
         import_module(name)
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist, where it is on
+@pytest.hookimpl(optionalhook=True)  # of xdist, if it is enabled
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    # xdist has groups of its own (`--dist loadgroup`), which xdist 3.8 does not see under pytest 9.2.
+    # xdist's own groups (`--dist loadgroup`) don't work: xdist 3.8 does not see them under pytest 9.2.
     from xdist.scheduler import LoadFileScheduling
 
     class Together(LoadFileScheduling):
@@ -167,19 +168,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(nodeid: str) -> int:
-    """Of its group, else its file, else its folder in LONGEST_FIRST; what is not there comes first."""
+    """Return the place in LONGEST_FIRST of a test's group, else its file, else its folder; unlisted tests come
+    first."""
     file = _file(nodeid)
     names = (_group(nodeid), file, file.partition("/")[0])
     return next((LONGEST_FIRST.index(name) for name in names if name in LONGEST_FIRST), -1)
 
 
 def _group(nodeid: str) -> str:
-    """Of tests that one process runs, one after the other: those of a file, or of files that share something."""
+    """Return the group of a test: one process runs the tests of a group one after the other. By default a group is a
+    file."""
     return TOGETHER.get(_file(nodeid), nodeid.partition("::")[0])
 
 
 def _file(nodeid: str) -> str:
-    """`unit/test_x.py`, in whatever folder of unit/ it is."""
+    """Return `unit/test_x.py`, for whatever subfolder of unit/ the file is in."""
     parts = nodeid.partition("::")[0].removeprefix("tests/").split("/")
     return f"{parts[0]}/{parts[-1]}"
 
@@ -192,7 +195,7 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[dict[str, str]]:
-    """Variables of what starts a Ray whose workers are forked by tests/data/forked_processes.py; needs FORKS on
+    """Return variables for starting a Ray whose workers are forked by tests/data/forked_processes.py; FORKS must be on
     PYTHONPATH."""
     with forking() as variables:
         yield variables
@@ -200,7 +203,7 @@ def forks() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def vllm_forks() -> Iterator[dict[str, str]]:
-    """As `forks`, and engines of vLLM are forked from a process that has imported it."""
+    """Like `forks`, and vLLM's engines are forked from a process that has imported vLLM."""
     with forking("--with-vllm") as variables:
         yield variables
 
@@ -208,7 +211,7 @@ def vllm_forks() -> Iterator[dict[str, str]]:
 @contextmanager
 def forking(*options: str) -> Iterator[dict[str, str]]:
     program, root = DATA / "forked_processes.py", DATA.parents[1]
-    # Read when Python starts: actors/environments/rollout_worker.yaml. And what vLLM reads when it is imported.
+    # Python reads these at its start: actors/environments/rollout_worker.yaml. vLLM reads the others at import.
     environment = os.environ | {
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
@@ -217,7 +220,7 @@ def forking(*options: str) -> Iterator[dict[str, str]]:
     # Short: a Unix socket's path has to fit in 107 bytes.
     with TemporaryDirectory(prefix="rf", dir="/tmp") as folder:
         asked = Path(folder, "forks")
-        # A session of its own: Ctrl-C is for us, with whom it ends.
+        # In a new session: Ctrl-C reaches only pytest, which ends this process.
         process = subprocess.Popen(
             [sys.executable, str(program), str(asked), *options],
             env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
@@ -234,10 +237,10 @@ def forking(*options: str) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def without_torch(forks: dict[str, str]) -> Iterator[None]:
-    """For what is started by tests whose engines are stand-ins: no driver finds PyTorch there.
+    """Hide PyTorch from drivers that tests with stand-in engines start.
 
-    transformers then reads tokenizers and nothing else, and a driver starts with 2 seconds of the processor instead of
-    8. Ray's workers are forked.
+    transformers then only reads tokenizers, and a driver starts in 2 seconds of processor time instead of 8. Ray's
+    workers are forked.
     """
     with started_with(forks, STAND_INS, FORKS):
         yield
@@ -245,21 +248,22 @@ def without_torch(forks: dict[str, str]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_runs(vllm_forks: dict[str, str]) -> Iterator[None]:
-    """For tests that start engines, in this process or in runs: none imports vLLM again. Those of test_vllm_server.py
-    are started, as a run's are."""
+    """For tests that start engines, in this process or in runs: fork them from a process that has imported vLLM. Those
+    of test_vllm_server.py are started as in a run."""
     with started_with(vllm_forks, FORKS):
         yield
 
 
 @contextmanager
 def started_with(variables: dict[str, str], *path: Path) -> Iterator[None]:
-    """What starts within the block has these variables, and looks for modules in these folders first."""
+    """Give processes that are started within the block these variables, and put these folders first on their import
+    path."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in variables.items():
             environment.setenv(name, value)
         for folder in reversed(path):
             environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        environment.setenv("RAY_prestart_worker_first_driver", "0")  # as `ray_session` has it
+        environment.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_session`
         yield
 
 
@@ -332,7 +336,7 @@ def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Any:
-    """Bytes as tokens, and ChatML's two control tokens: any text goes in and comes out. No chat template."""
+    """Return a tokenizer with bytes as tokens, and ChatML's two control tokens: any text is kept. No chat template."""
     return byte_tokenizer("<|im_start|>", "<|im_end|>")
 
 
@@ -372,7 +376,8 @@ CONTROL_TOKENS: dict[str, tuple[str, str]] = {
     "mistral": ("<s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] </s>", ""),
     "gpt_oss": ("<|start|> <|channel|> <|message|> <|constrain|> <|call|> <|end|> <|return|>", ""),
 }
-"""By family in tests/data/chat_templates: special ones, of which the last ends a turn, and those only added."""
+"""By family in tests/data/chat_templates: special tokens, of which the last ends a turn, and tokens that are only
+added."""
 
 
 @pytest.fixture(scope="session")
@@ -389,7 +394,8 @@ def chat_family() -> Callable[[str], ChatFamily]:
 
 
 def byte_tokenizer(*special: str, added: Sequence[str] = ()) -> Any:
-    """Bytes as tokens, control tokens of which the last ends a turn, and added ones that are not marked as special."""
+    """Return a tokenizer with bytes as tokens, control tokens of which the last ends a turn, and added tokens that are
+    not marked as special."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -57,7 +57,7 @@ def make_job(
         name = reward if isinstance(reward, str) else _noted(objects, _name_of(reward), reward)
         settings.append(f"reward.custom={json.dumps(name)}")
     if agent is not None:
-        settings += [f"agent.task_agent={agent}", f"agent.default_agent={agent}"]
+        settings.append(f"agent.name={agent}")
     return GivenRun(config=load(config, settings), objects=objects)
 
 

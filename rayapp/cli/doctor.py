@@ -307,7 +307,7 @@ def _demonstrations_fit(config: Config, *, has_tokenizer: bool) -> Iterator[Find
 
 
 def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    plays_tasks = not config.uses_data and config.default_agent != "single_turn_agent"
+    plays_tasks = not config.uses_data and config.agent_name != "single_turn_agent"
     if not (config.agent.tool_file or plays_tasks):
         return
     from rayapp.rollout.agent.build import check_parser

@@ -17,14 +17,19 @@ EXTERNAL_AGENT = "external_agent"
 """Agent that is a user's program or function, for all rows and tasks of a source (docs/agents.md)."""
 
 
+DATA_FILES = (".parquet", ".jsonl", ".json")
+"""Suffixes of data files, whose rows are trained on."""
+AUTO = "auto"
+
+
+def is_data_file(reference: str) -> bool:
+    """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
+    return reference.endswith(DATA_FILES) or reference.startswith("s3://")
+
+
 class DataSection(FrozenModel):
-    train_files: tuple[str, ...] = ()
-    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`; `sources` can
-    combine several of both."""
-    eval_files: tuple[str, ...] = ()
-    """Files to evaluate on, in order; never trained on."""
-    max_eval_rows: int = Field(0, ge=0)
-    """Evaluate only this many rows, from the first; 0: all."""
+    """How rows are read from the data files that `tasks` and `eval.tasks` name (docs/data.md)."""
+
     shuffle: bool = True
     """Shuffle the rows anew in each epoch, drawn from run.seed. False: keep the order of the files."""
     filter_overlong_prompts: bool = False
@@ -73,11 +78,10 @@ class AgentSection(FrozenModel):
 
     tool_file: str = ""
     """Tool file (docs/tools.md); verl's format is accepted too. Empty: only the tools that a coding task brings."""
-    default_agent: str = "tool_agent"
-    """Agent of data rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or
-    a plug-in's name (docs/plugins.md). external_agent is used for all rows, whatever agent they name."""
-    task_agent: str = "single_turn_agent"
-    """Agent of tasks, with the same values as default_agent."""
+    name: str = AUTO
+    """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
+    (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another in its column
+    agent_name, unless this is external_agent. auto: tool_agent for rows, single_turn_agent for other tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
@@ -93,10 +97,10 @@ class AgentSection(FrozenModel):
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
     """Part of a cut result that is kept: its beginning (left), its end (right), or both (middle)."""
 
-    @field_validator("default_agent", "task_agent", mode="after")
+    @field_validator("name", mode="after")
     @classmethod
     def _known_agent(cls, value: str) -> str:
-        check_name("agents", value, (*AGENTS, EXTERNAL_AGENT))
+        check_name("agents", value, (AUTO, *AGENTS, EXTERNAL_AGENT))
         return value
 
 
@@ -178,7 +182,9 @@ class SourceEval(FrozenModel):
     """Evaluation settings of a source. The run's section eval sets when it is evaluated."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks to evaluate in place of the source's training tasks."""
+    """Tasks or data files of this source to evaluate, as in the run's eval.tasks."""
+    max_problems: int | None = Field(None, ge=0)
+    """Most tasks or rows to evaluate, from the first; 0: all. None: eval.max_problems."""
     samples_per_task: int | None = Field(None, ge=1)
     """Completions per task or data row. None: eval.samples_per_task."""
     temperature: float | None = Field(None, ge=0.0)
@@ -193,7 +199,7 @@ class SourceSection(FrozenModel):
     ratio: float = Field(1.0, gt=0.0, allow_inf_nan=False)
     """Share of the groups relative to the other sources' ratios: 2 gives twice as many groups as 1."""
     tasks: tuple[str, ...] = ()
-    """Tasks, as in the run's `tasks`. A source has either these or data files."""
+    """Tasks or data files, as in the run's `tasks`."""
     data: DataSection = DataSection()
     """Overrides of the run's section `data`; omitted keys keep the run's values."""
     agent: AgentSection = AgentSection()
@@ -202,11 +208,6 @@ class SourceSection(FrozenModel):
     """Overrides of the run's section `reward`; omitted keys keep the run's values."""
     rollout: SourceRollout = SourceRollout()
     eval: SourceEval = SourceEval()
-
-    @property
-    def has_files(self) -> bool:
-        """True for rows of data, False for tasks."""
-        return bool(self.data.train_files or self.data.eval_files)
 
 
 def filled_in(sources: Any, run: Mapping[str, Any]) -> Any:

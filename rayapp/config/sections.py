@@ -215,7 +215,10 @@ class CheckpointSection(FrozenModel):
 
 class EvalSection(FrozenModel):
     tasks: tuple[str, ...] = ()
-    """Tasks to evaluate in place of the training tasks, e.g. the same tasks in other words."""
+    """Tasks or data files to evaluate, e.g. the training tasks in other words; never trained on. Empty: the training
+    tasks; rows of data files are not evaluated then."""
+    max_problems: int = Field(0, ge=0)
+    """Most tasks or rows to evaluate, from the first; 0: all."""
     every_steps: int = Field(0, ge=0)
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""

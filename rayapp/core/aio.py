@@ -102,11 +102,11 @@ def _tell(told: Sequence[OnStop]) -> None:
 
 @contextmanager
 def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) -> Iterator[None]:
-    """Around the handler of asyncio's runner, which cancels without a word."""
+    """Call `told` on Ctrl-C, before the handler of asyncio's runner cancels the main task."""
     handler = signal.getsignal(signal.SIGINT)
 
     def on_sigint(number: int, frame: FrameType | None) -> None:
-        # Not here: a handler that prints may have interrupted a print.
+        # Call later, in the loop: in the signal handler, printing could interrupt another print.
         loop.call_soon_threadsafe(_tell, told)
         assert callable(handler)
         handler(number, frame)
@@ -124,8 +124,8 @@ def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after it.
 
-    A second cancellation is a person who will not wait: it ends the coroutine too. An error of the coroutine does not
-    undo a cancellation: it becomes its cause.
+    A second cancellation, for a user who won't wait, ends the coroutine too. An error of the coroutine does not undo a
+    cancellation: it becomes its cause.
     """
     task = asyncio.ensure_future(coroutine)
     try:
@@ -140,7 +140,7 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """True if the current task was told to stop, which a task group hides when it fails meanwhile with an error."""
+    """Return True if the current task was cancelled; a task group hides this if it also fails with an error."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

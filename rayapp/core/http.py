@@ -1,4 +1,4 @@
-"""For clients of services: keys from the environment, which a config never holds, and a rate limit."""
+"""Keys and rate limits for clients of services: a key comes from the environment, never from a config."""
 
 from __future__ import annotations
 

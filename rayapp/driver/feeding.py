@@ -114,7 +114,7 @@ async def feed(run: Training) -> None:
     """Start groups as the store admits them. Consumes slots, produces finished groups."""
     at_once = max_groups_at_once(run.cluster.config)
     # Only this task acquires, so groups that start together can wait until there is room for all of them.
-    seats = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
@@ -123,9 +123,9 @@ async def feed(run: Training) -> None:
             for first in range(0, len(ids), size):
                 together = ids[first : first + size]
                 for _ in together:
-                    await seats.acquire()
+                    await slots.acquire()
                 for started in _start(run, together, version, tasks):
-                    started.add_done_callback(lambda _: seats.release())
+                    started.add_done_callback(lambda _: slots.release())
 
 
 def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:

@@ -170,7 +170,7 @@ class Gate:
         return sum(not future.done() for _, _, future in self._waiting)
 
     @asynccontextmanager
-    async def seat(self, order: RequestId) -> AsyncIterator[None]:
+    async def enter(self, order: RequestId) -> AsyncIterator[None]:
         """Wait for a place, and hold it while the block runs; the smallest `order` comes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._order), future))

@@ -16,7 +16,7 @@ from rayapp.core.types import Completion, RequestId, SamplingParams, VersionSpan
 
 
 class TokenVersions:
-    """See the module. Requests are known by any id that is unique among those in flight."""
+    """See the module. A request's id may be any text that is unique among requests in flight."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}

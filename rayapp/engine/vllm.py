@@ -72,11 +72,12 @@ class VllmEngine:
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._updating: Carried | None = None
-        """How the weights of an update come, from `begin_update` to `go_on`; stays set if the update breaks off."""
+        """Way by which the weights of an update arrive, from `begin_update` to `go_on`; stays set if the update breaks
+        off."""
         self._num_held = 0
-        """Tensors that the model was found to hold as the learner sent them in the last update."""
+        """Number of tensors of the last update that were checked to be as the learner sent them."""
         self._changing = asyncio.Lock()
-        """Lets either requests be started or weights be replaced: starting a request wakes a frozen engine."""
+        """Held either to start requests or to replace weights: starting a request would wake a frozen engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
@@ -131,7 +132,7 @@ class VllmEngine:
                 # A cohort does not wait for the gate: which requests share a batch must not depend on the cache.
                 with self._gate.passing():
                     return await self._sample(request, cohort_size)
-            async with self._gate.seat(request_id):
+            async with self._gate.enter(request_id):
                 return await self._sample(request, 1)
 
     async def _sample(self, request: Request, cohort_size: int) -> Completion:

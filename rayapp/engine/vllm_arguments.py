@@ -128,7 +128,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
-        # Ignore the model's generation_config.json: it may hold top_k or a repetition penalty that biases log-probs.
+        # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.
         "generation_config": "vllm",
         "disable_log_stats": False,
         "hf_overrides": as_vllm_reads_it,

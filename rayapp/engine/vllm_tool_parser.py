@@ -120,7 +120,7 @@ class VllmToolParser:
     def _read(self, text: str) -> tuple[RawCall, ...]:
         try:
             found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
-        except Exception as error:  # boundary: what the policy wrote may break any parser
+        except Exception as error:  # boundary: the policy's text may break any parser
             return (RawCall(problem=f"{_MALFORMED.format(name=self.name)} ({type(error).__name__})"),)
         if not found.tools_called:
             is_meant = bool(self._start) and self._start in text

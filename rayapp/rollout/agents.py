@@ -195,7 +195,7 @@ class TaskAgents:
             make_loop,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             weights=Weights.of(config.reward),
-            agent=config.default_agent,
+            agent=config.agent_name,
         )
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
@@ -248,7 +248,7 @@ def agent_start(task: Task) -> AgentStart:
     """
     if not isinstance(task, AgentTask):
         raise InputError(
-            f"task {task.name}: agent.task_agent says that an agent plays it, but it has no method agent_start, which "
+            f"task {task.name}: agent.name says that an agent plays it, but it has no method agent_start, which "
             "says what one is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
         )
     return task.agent_start()

@@ -81,8 +81,8 @@ class DataGroups:
             await asyncio.to_thread(rewards.custom.load)
         players: Players = (
             await ExternalAgent.open(config, sandboxes)
-            if config.default_agent == EXTERNAL_AGENT
-            else agent_loops(await open_loop(config, sandboxes), config.default_agent)
+            if config.agent_name == EXTERNAL_AGENT
+            else agent_loops(await open_loop(config, sandboxes), config.agent_name)
         )
         try:
             train, held_out = await open_files(config, players.prompt_ids)
@@ -95,7 +95,7 @@ class DataGroups:
     def num_eval_prompts(self) -> int:
         if self.held_out is None:
             return 0
-        return min(len(self.held_out), self.config.data.max_eval_rows or len(self.held_out))
+        return min(len(self.held_out), self.config.eval.max_problems or len(self.held_out))
 
     @property
     def num_train_prompts(self) -> int:
@@ -188,8 +188,8 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
         )
         return await open_data(files, options, cache=config.data.cache_dir, encode=encode, check_agent=check_agent_name)
 
-    train = await opened(config.data.train_files, shuffle=config.data.shuffle)
-    return train, await opened(config.data.eval_files, shuffle=False)
+    train = await opened(config.tasks, shuffle=config.data.shuffle)
+    return train, await opened(config.eval.tasks, shuffle=False)
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
@@ -215,6 +215,7 @@ class TaskGroups:
     Args:
         train, held_out: tasks, each with its prompt.
         agents: who plays them; None: the policy speaks once.
+        max_eval: most tasks to evaluate, from the first; 0: all.
     """
 
     def __init__(
@@ -223,10 +224,13 @@ class TaskGroups:
         held_out: Sequence[Prompted],
         sandboxes: SandboxSource,
         agents: TaskAgents | ExternalAgent | EnvironmentAgents | None = None,
+        *,
+        max_eval: int = 0,
     ) -> None:
         self._train = train
         # A task that training has twice is evaluated once.
-        self._held_out = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
+        evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
+        self._held_out = evaluated[: max_eval or None]
         self._sandboxes = sandboxes
         self._agents = agents
 
@@ -406,10 +410,13 @@ async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agents = await _agents(config, sandboxes, (*train, *held_out))
+    most = config.eval.max_problems
     if agents is None:
-        return TaskGroups(prompted_tasks(config, train), prompted_tasks(config, held_out), sandboxes)
+        prompted = prompted_tasks(config, train), prompted_tasks(config, held_out)
+        return TaskGroups(*prompted, sandboxes, max_eval=most)
     try:
-        return TaskGroups(await agents.prompted(train), await agents.prompted(held_out), sandboxes, agents)
+        prompted = await agents.prompted(train), await agents.prompted(held_out)
+        return TaskGroups(*prompted, sandboxes, agents, max_eval=most)
     except BaseException:
         await agents.close()
         raise
@@ -421,9 +428,9 @@ async def _agents(
     """Return the players of the tasks; None: the policy speaks once."""
     if plays_environments(tasks):
         return EnvironmentAgents.of(config, sandboxes)
-    if config.default_agent == SINGLE_TURN_AGENT:
+    if config.agent_name == SINGLE_TURN_AGENT:
         return None
-    if config.default_agent == EXTERNAL_AGENT:
+    if config.agent_name == EXTERNAL_AGENT:
         return await ExternalAgent.open(config, sandboxes)
     return TaskAgents.of(config, sandboxes)
 

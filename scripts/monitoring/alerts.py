@@ -1,7 +1,7 @@
 """Prometheus alerts of a run, each with what to do about it. Made from `operator_metrics`; see `write.py`.
 
-An alert says what is wrong with *this run*; what Ray or the node has is for their own alerts. Each `expr` names metrics
-through `m`, which fails for one that is not defined.
+An alert reports what is wrong with *this run*; faults of Ray or the node are left to their own alerts. Each `expr`
+names metrics through `m`, which fails for one that is not defined.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Alert:
     name: str
     expr: str
     for_: str
-    """How long it must hold, in Prometheus' notation."""
+    """Time for which the expression must hold, in Prometheus' notation."""
     severity: Severity
     summary: str
-    """With Prometheus' templates."""
+    """One sentence, which may use Prometheus' templates."""
     runbook: tuple[str, ...]
-    """What to look at and do, in this order."""
+    """Steps to take, in this order."""
 
 
 def m(name: str, labels: str = "") -> str:
-    """A metric's exported name, with an optional selector."""
+    """Return a metric's exported name, with an optional selector."""
     return BY_NAME[name].exported + (f"{{{labels}}}" if labels else "")
 
 
@@ -178,7 +178,7 @@ ALERTS: tuple[Alert, ...] = (
 
 
 def rule_file() -> dict[str, Any]:
-    """The alerts as a Prometheus rule file."""
+    """Return the alerts as a Prometheus rule file."""
     return {"groups": [{"name": "rayapp", "rules": [_rule(alert) for alert in ALERTS]}]}
 
 

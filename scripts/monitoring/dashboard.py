@@ -1,7 +1,7 @@
 """The Grafana dashboard of a run, made from `operator_metrics`; written by `write.py`.
 
-A panel names metrics and how to look at them; the queries follow from the metric's kind. Series of several processes
-are one per run, or one per label. Pure: plain dicts in Grafana's JSON model.
+A panel names metrics and their unit; the queries follow from the kind of metric. Series of several processes are merged
+to one per run, or one per label. Pure: plain dicts in Grafana's JSON model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Panel:
 
     title: str
     metrics: tuple[str, ...] = ()
-    """Names of metrics, each drawn as its kind says."""
+    """Names of metrics; the kind of each decides how it is drawn."""
     queries: tuple[tuple[str, str, Unit], ...] = ()
-    """Further (PromQL with FILTER in place of `#`, legend, unit)."""
+    """More queries: (PromQL with `#` in place of FILTER, legend, unit)."""
 
 
 def _name(name: str) -> str:
@@ -104,7 +104,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def queries(panel: Panel) -> list[tuple[str, str, Unit]]:
-    """(PromQL, legend, unit) of everything a panel draws."""
+    """Return (PromQL, legend, unit) of every series in a panel."""
     own = [query for name in panel.metrics for query in _queries_of(BY_NAME[name])]
     return [(expr.replace("#", FILTER), legend, unit) for expr, legend, unit in (*own, *panel.queries)]
 
@@ -124,7 +124,7 @@ def _queries_of(metric: Metric) -> list[tuple[str, str, Unit]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Grafana's JSON."""
+    """Return the dashboard as Grafana's JSON."""
     return {
         "title": "rayapp",
         "uid": "rayapp",

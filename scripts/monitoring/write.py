@@ -1,6 +1,8 @@
-"""Writes what Prometheus and Grafana read: `python -m scripts.monitoring.write`. A test says when it must run again.
+"""Write the files of Prometheus and Grafana: `python -m scripts.monitoring.write`. A test fails when they are out of
+date.
 
-They are in the Helm chart, which can only read files below itself; configs/monitoring/prometheus.yml names them there.
+They are in the Helm chart, which can read only files in its own folder; configs/monitoring/prometheus.yml refers to
+them there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ NOTE = "# Made by `python -m scripts.monitoring.write`; what is in it is decided
 
 
 def files() -> dict[Path, str]:
-    """Every file and its text."""
+    """Return the text of every file."""
     alerts = NOTE + yaml.safe_dump(rule_file(), sort_keys=False, allow_unicode=True, width=1000)
     board = json.dumps(dashboard(), indent=1) + "\n"
     chart = CONFIGS / "kuberay" / "chart" / "files"

@@ -57,15 +57,15 @@ def config(placement: str, *, num_servers: int, tp: int, num_learners: int) -> C
     )
 
 
-def probe(role: str, name: str, seat: GpuShare) -> Any:
+def probe(role: str, name: str, share: GpuShare) -> Any:
     return (
         ray.remote(probe_class())
         .options(
             name=name,
             num_cpus=0.1,
-            num_gpus=seat.num_gpus,
-            scheduling_strategy=seat.strategy,
-            runtime_env={"env_vars": role_env(role, seat)},
+            num_gpus=share.num_gpus,
+            scheduling_strategy=share.strategy,
+            runtime_env={"env_vars": role_env(role, share)},
         )
         .remote()
     )
@@ -74,9 +74,9 @@ def probe(role: str, name: str, seat: GpuShare) -> Any:
 async def seen(config: Config) -> tuple[dict[str, tuple[set[str], str]], dict[str, str]]:
     """By name of process: its GPUs and its node. And the names of the placement groups."""
     placement = await Placement.reserve(config, on_gpu=True, timeout_s=60.0)
-    seats = {f"vllm-server-{i}": ("vllm-server", placement.server(i)) for i in range(config.server.num_servers)}
-    seats |= {f"learner-{r}": ("learner", placement.learner(r)) for r in range(config.learner.num_learners)}
-    actors = {name: probe(role, name, seat) for name, (role, seat) in seats.items()}
+    shares = {f"vllm-server-{i}": ("vllm-server", placement.server(i)) for i in range(config.server.num_servers)}
+    shares |= {f"learner-{r}": ("learner", placement.learner(r)) for r in range(config.learner.num_learners)}
+    actors = {name: probe(role, name, share) for name, (role, share) in shares.items()}
     try:
         found = {}
         for name, actor in actors.items():

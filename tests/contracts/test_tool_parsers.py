@@ -186,7 +186,7 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
         config = {
             "cluster": {"device": "cpu"},
             "model": {"path": str(tmp_path)},
-            "data": {"train_files": ["train.parquet"]},
+            "tasks": ["train.parquet"],
             "agent": {"tool_file": str(tools), "tool_parser": parser},
         }
         return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]

@@ -1,4 +1,5 @@
-"""What tests of the learner are made of: small models, trajectories, a learner without actors. Used by tests only."""
+"""Building blocks for tests of the learner: small models, trajectories, a learner without actors. Used by tests
+only."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def import_models(*families: str) -> None:
-    """The part of `import_learner` that does not import Ray."""
+    """Do the part of `import_learner` that does not import Ray."""
     with large_imports():
         from torch.distributed import checkpoint, fsdp  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
@@ -41,11 +42,11 @@ def import_models(*families: str) -> None:
 
 
 def import_learner(*families: str) -> None:
-    """In a process that is going to fork learners: import what each would import by itself for 5 seconds, in its
-    constructor and its first step.
+    """Import the modules of learners in a process that is going to fork them; otherwise each learner spends 5 seconds
+    on imports.
 
     Args:
-        families: of the models, as transformers calls their folders, where they are not Llamas.
+        families: of the models, as transformers names their folders, if not only Llamas.
     """
     import_models(*families)
     with large_imports():
@@ -62,12 +63,12 @@ Run = Callable[[int, int, Callable[[], int]], None]
 
 
 def fork_ranks(world_size: int, run: Run) -> None:
-    """A world of learners, each in a fork of this process, with which it ends.
+    """Run a world of learners, each in a fork of this process.
 
     Args:
-        run: called in each with the world's size, its rank, and a function that gives the port of the next store that
-            the ranks meet at, the same to all. It is found when it is asked for: of ports that were found before the
-            first store is opened, another program may have one by then, and the ranks would meet that program's.
+        run: called in each fork with the world size, its rank, and a function that returns the port of the next store,
+            the same for all ranks. The port is chosen only at that call: another program could take a port chosen
+            earlier.
 
     Raises:
         SystemExit: a rank failed. The others, which would wait for it, are ended.
@@ -103,13 +104,13 @@ def _run_rank(run: Run, world_size: int, rank: int, next_port: Callable[[], int]
 
 
 def whole_weights(learner: PolicyLearner) -> dict[str, NDArray[np.float32]]:
-    """Copies, by name. All ranks call it, and each has all of them."""
+    """Return copies of all weights, by name. A collective call: every rank gets all of them."""
     parameters = cast("Iterable[tuple[str, DTensor]]", learner.model.named_parameters())
     return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}
 
 
 def take_sgd(learner: PolicyLearner) -> None:
-    """From now on a step moves the weights by their gradient: plain SGD at a rate of 1."""
+    """From now on a step moves the weights by their gradient: plain SGD with learning rate 1."""
     import torch
 
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
@@ -130,7 +131,7 @@ def save_llama(folder: Path, *, dtype: str = "float32", **shape: float | bool | 
     """A Llama with random weights, without a tokenizer, as a Hugging Face folder.
 
     Args:
-        shape: of its `LlamaConfig`, beside or in place of SHAPE.
+        shape: fields of its `LlamaConfig`, added to SHAPE or replacing some of it.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,7 +168,7 @@ def sampled(
 
 @contextmanager
 def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
-    """The only rank, in this process."""
+    """Yield the only rank, in this process."""
     from rayapp.learner.build import build_learner
     from rayapp.learner.distributed import only_rank
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from random import SystemRandom
 
 _FIRST, _LAST = 20_000, 32_000
-"""Above those that Ray gives its workers, and below those from which Linux takes one for each connection: of these
-nobody has one between the moment it is found and the moment it is used, unless two happen to find the same."""
+"""Above the ports that Ray gives its workers, and below those that Linux gives to outgoing connections: no other
+program takes a port of this range between search and use, unless another test finds the same one."""
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine on which no program listens."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", SystemRandom().randint(_FIRST, _LAST)))

@@ -1,4 +1,4 @@
-"""Runs to look at without training one: hostile texts for the tests of the page, and any number of trajectories.
+"""Made-up runs to look at: hostile texts for the tests of the page, and any number of trajectories.
 
 Used by tests and benchmarks/view.py.
 """
@@ -16,11 +16,11 @@ HOSTILE_TEXTS = (
     "x" * 400_000,
     "\n".join(["{{constructor.constructor('document.title=`owned`')()}}", "${document.title='owned'}"] * 3000),
 )
-"""Markup, breaking out of elements, terminal codes and reordering marks, one huge line, very many lines."""
+"""Markup, text that breaks out of elements, terminal codes and reordering marks, one huge line, very many lines."""
 
 
 def hostile_group(group_id: int) -> Group:
-    """A group with something hostile in every field that a model or a task can write."""
+    """Return a group with a hostile text in every field that a model or a task can write."""
     bad = HOSTILE_TEXTS[0]
     prompt = Prompt(
         task=f"task {bad}", text=f"<|im_start|>user\n{bad}", token_ids=np.array([1, 2], np.int32), prefill=bad

@@ -1,7 +1,7 @@
 """An engine without vLLM and a learner without a model, behind the same Ray calls as the real ones.
 
-For tests and benchmarks of everything around them: the driver, the store, the workers, the server's shell, recovery.
-Given to `rayapp.driver.cluster.open_cluster(stand_ins=stand_ins())`.
+For tests and benchmarks of everything around them: the driver, the store, the workers, the server actor, recovery. Pass
+them to `rayapp.driver.cluster.open_cluster(stand_ins=stand_ins())`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from rayapp.core.types import (
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.learner.shares import Shares
 
-# Ray's workers take these classes as they are here: they look for no folder of tests.
+# Ray sends these classes by value: its workers can't import the folder of tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Scripts = tuple[tuple[tuple[int, ...] | str, ...], ...]
 
 VERSION_TENSOR = "version"
-"""The only tensor of a learner without a model: each of its bytes is the version."""
+"""The only tensor of a learner without a model: each of its bytes is the policy version."""
 
 
 class SeededEngine:
-    """Stands for `VllmEngine`, as far as a server on the object store's weights asks it: tokens follow from the seed.
+    """Stands for `VllmEngine` in a server that gets weights through the object store: the seed determines the tokens.
 
     Args:
-        latency_s: of each completion.
+        latency_s: seconds of each completion.
         scripts: see `stand_ins`.
     """
 
@@ -60,16 +60,16 @@ class SeededEngine:
         self.policy_version = 0
         self.in_hand = InHand()
         self.goes_on = asyncio.Event()
-        """Unset: it answers every check and never samples again."""
+        """Unset: the engine answers every check and never samples again."""
         self.goes_on.set()
         self._arrived: tuple[tuple[TensorEntry, ...], bytes] = ((), b"")
         self.dies_in_update = False
-        """The next weight update ends the process in its middle, with SIGKILL."""
+        """If set, the next weight update ends the process with SIGKILL halfway."""
 
     async def generate(
         self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
     ) -> Completion:
-        """The script's turn, or some printable tokens of the test model's alphabet, after `latency_s`."""
+        """Return the script's turn, or printable tokens of the test model's alphabet, after `latency_s`."""
         with self.in_hand.one():
             await self.goes_on.wait()
             version = self.policy_version
@@ -96,7 +96,7 @@ class SeededEngine:
         return (said, np.array([2], np.int32)) if isinstance(said, str) else ("", np.array(said, np.int32))
 
     def _spans(self, first: int, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Weights that arrive while it samples get the second half of the tokens."""
+        """Return the version spans: if weights arrive during sampling, they get the second half of the tokens."""
         if first == self.policy_version or num_tokens < 2:
             return ()
         return (
@@ -120,10 +120,10 @@ class SeededEngine:
         return 0
 
     async def go_on(self) -> None:
-        """Nothing had stopped."""
+        """Do nothing: this engine never stops."""
 
     async def check(self) -> None:
-        """It always answers."""
+        """Always succeed."""
 
     async def facts(self) -> dict[str, Any]:
         return {}
@@ -139,7 +139,7 @@ class SeededEngine:
 
 
 class ScriptedServer(VllmServer):
-    """A server whose engine is a `SeededEngine`, and whose faults a test can call for."""
+    """A server whose engine is a `SeededEngine`, with faults that a test can trigger."""
 
     def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float, scripts: Scripts = ()) -> None:
         self._seeded = SeededEngine(latency_s, scripts)
@@ -149,7 +149,7 @@ class ScriptedServer(VllmServer):
         return self._seeded
 
     async def stall(self) -> None:
-        """Answer every ping from now on, and never sample again."""
+        """From now on answer every ping, and never sample."""
         self._seeded.goes_on.clear()
 
     async def die_in_update(self) -> None:
@@ -158,10 +158,10 @@ class ScriptedServer(VllmServer):
 
 
 class InstantLearner:
-    """Stands for `Learner`: takes the groups, learns nothing, and knows how many steps it has taken.
+    """Stands for `Learner`: takes the groups, learns nothing, and counts its steps.
 
     Args:
-        latency_s: of each step.
+        latency_s: seconds of each step.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ def stand_ins(*, completion_s: float = 0.0, step_s: float | None = 0.0, scripts:
     Args:
         completion_s: seconds of each completion.
         step_s: seconds of each step; None: the learners are the real ones.
-        scripts: what a trajectory says, turn by turn; its seed chooses among them. Token ids, or the text where nothing
-            reads token ids. Empty: any tokens.
+        scripts: completions of a trajectory, turn by turn; its seed chooses one script. Token ids, or text where no
+            test reads token ids. Empty: any tokens.
     """
     found = {"vllm-server": StandIn(role=SERVER, arguments=(completion_s, scripts))}
     if step_s is not None:

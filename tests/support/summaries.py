@@ -1,4 +1,4 @@
-"""What tests are made of: summaries of groups that nobody sampled."""
+"""Summaries of groups for tests, without sampling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rayapp.core.types import FloatArray, GroupSummary
 
 
 def summary_of(rewards: Sequence[float] | FloatArray, **fields: Any) -> GroupSummary:
-    """A group with these rewards, all of them valid and scored, each of one prompt token and one response token.
+    """Return the summary of a group with these rewards, all valid and scored, each with one prompt token and one
+    response token.
 
     Args:
-        fields: other values for those of `GroupSummary`.
+        fields: values of `GroupSummary` to replace.
     """
     size = len(rewards)
     usual: dict[str, Any] = {

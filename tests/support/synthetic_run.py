@@ -1,4 +1,4 @@
-"""A run folder of any size with made-up trajectories, for benchmarks/view.py and for trying the page."""
+"""A run folder of any size with made-up trajectories, for benchmarks/view.py and for looking at the page by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 80, 120
 
 
 def write_run(folder: Path, *, num_trajectories: int, per_step: int = 1024, seed: int = 0) -> int:
-    """Write whole steps until there are as many trajectories; returns how many steps.
+    """Write whole steps until there are so many trajectories; return the number of steps.
 
     Args:
         folder: must not exist.
@@ -40,7 +40,7 @@ def write_run(folder: Path, *, num_trajectories: int, per_step: int = 1024, seed
 
 
 def _tokens(random: np.random.Generator, rows: int) -> dict[str, Any]:
-    """Columns that only an opened trajectory reads: the same in every step, of realistic size."""
+    """Return columns that are read only when a trajectory is opened: equal in every step, of realistic size."""
     length = PROMPT_TOKENS + RESPONSE_TOKENS
     ids = random.integers(0, 49152, (rows, length), dtype=np.int32)
     log_probs = np.where(np.arange(length) < PROMPT_TOKENS, 0.0, -random.exponential(0.5, (rows, length)))

@@ -1,7 +1,7 @@
-"""What a test may say of time: seconds of a processor, without the garbage of the tests before it.
+"""Time limits of tests: processor seconds, without the garbage of earlier tests.
 
-A worker of pytest holds what thousands of tests have imported and made. One full collection of that takes up to a
-second and a half, and comes when anybody allocates: it is no cost of the code that a test looks at.
+A pytest worker holds the modules and objects of thousands of tests. One full garbage collection of them takes up to 1.5
+s and can start at any allocation: the code under test is not to blame for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 @contextmanager
 def without_older_garbage() -> Iterator[None]:
-    """Collections within the block pass over the objects that were there before it."""
+    """Let collections within the block skip all objects made before it."""
     gc.freeze()
     try:
         yield
@@ -25,10 +25,10 @@ def without_older_garbage() -> Iterator[None]:
 
 @contextmanager
 def takes_at_most_s(limit_s: float, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
-    """`clock` advances by less than `limit_s` in the block.
+    """Fail if `clock` advances by more than `limit_s` in the block.
 
     Args:
-        limit_s: far above what the block takes, and far below what it would take with the fault that the test is for.
+        limit_s: far above the block's normal time, and far below its time with the fault that the test looks for.
         clock: `time.thread_time` counts this thread alone, `time.process_time` all threads.
     Raises:
         AssertionError: it advanced by more.
@@ -42,12 +42,12 @@ def takes_at_most_s(limit_s: float, clock: Callable[[], float] = time.thread_tim
 
 @asynccontextmanager
 async def nothing_holds_the_loop(limit_s: float, clock: Callable[[], float], *, doing: str = "") -> AsyncIterator[None]:
-    """Watch the running loop for the length of the block.
+    """Fail if the running event loop is blocked for longer than `limit_s` during the block.
 
     Args:
-        limit_s: the most that `clock` may advance between two looks of the loop.
+        limit_s: the most that `clock` may advance between two iterations of the loop.
         clock: as in `takes_at_most_s`.
-        doing: what is told with a failure.
+        doing: description of the work, for the message.
     Raises:
         AssertionError: it advanced by more.
     """

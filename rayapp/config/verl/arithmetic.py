@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.agent import DATA_FILES, is_data_file
 from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.verl.rules import Landing, Values
 from rayapp.core.errors import ConfigError
@@ -304,6 +305,14 @@ def contents(key: str, value: Any, values: Values) -> Landing:
 def as_list(value: Any) -> list[Any]:
     """verl takes one or several in many places."""
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def data_files(value: Any) -> list[Any]:
+    """verl reads any file as rows; here a task is a data file by its name."""
+    files = as_list(value)
+    if others := [file for file in files if isinstance(file, str) and not is_data_file(file)]:
+        raise ValueError(f"the name of a data file ends in {', '.join(DATA_FILES)} here; rename {others[0]}")
+    return files
 
 
 def at_least_zero(value: Any) -> int:

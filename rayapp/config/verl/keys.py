@@ -76,8 +76,8 @@ DEFAULTS: dict[str, Any] = {
 """verl 0.9's defaults for keys that a user leaves out, as far as they change something here."""
 
 DATA: dict[str, Rule] = {
-    "data.train_files": to("data.train_files", arithmetic.as_list),
-    "data.val_files": to("data.eval_files", arithmetic.as_list),
+    "data.train_files": to("tasks", arithmetic.data_files),
+    "data.val_files": to("eval.tasks", arithmetic.data_files),
     "data.train_batch_size": to("train.groups_per_step", int, note="prompts per step"),
     "data.max_prompt_length": to("rollout.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int, note="over all turns, tool results included"),
@@ -85,7 +85,7 @@ DATA: dict[str, Rule] = {
     "data.truncation": to("data.truncation"),
     "data.shuffle": to("data.shuffle", bool),
     "data.seed": optional("run.seed", int),
-    "data.val_max_samples": to("data.max_eval_rows", arithmetic.at_least_zero),
+    "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.train_max_samples": only(-1, why="training takes all rows; cut the file, or data prepare --limit"),
     "data.prompt_key": only("prompt", why="the column is called prompt (docs/data.md)"),
     "data.reward_fn_key": only("data_source", why="the column is called data_source (docs/data.md)"),
@@ -239,7 +239,7 @@ ROLLOUT: dict[str, Rule] = {
     ),
     f"{_ROLLOUT}.agent.num_workers": arithmetic.workers,
     f"{_ROLLOUT}.agent.default_agent_loop": choice(
-        "agent.default_agent",
+        "agent.name",
         {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},
         note="for rows without agent_name",
     ),

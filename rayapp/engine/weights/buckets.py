@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 ONE_IN = 8
 NUM_COLUMNS = 128
 MAX_VALUES = 1 << 24
-"""Values of one tensor that its checksum covers, the first ones: a fraction of a second on one core."""
+"""Number of values of one tensor, from the first, that its checksum covers: a fraction of a second on one core."""
 
 
 class Sampler:
-    """Chooses tensors of a model as they pass: the first of every kind, all norms, and one in eight of the rest.
+    """Chooses a sample of a model's tensors, one after the other: the first of every kind, all norms, and one in eight
+    of the rest.
 
     A kind is a name without its numbers, such as `model.layers..mlp.experts..down_proj.weight`.
     """
@@ -47,10 +48,10 @@ class Sampler:
 
 
 def columns_of(name: str, width: int) -> list[int]:
-    """The columns of a tensor that its checksum is of, out of so many: random columns, the same in every process.
+    """Return the columns of a tensor that its checksum covers: random, but the same in every process.
 
-    Every row is in it, at little cost: a matrix packed for a kernel is unpacked by what its layer computes, column by
-    column.
+    Each column holds a value of every row. Few columns cost little: if a kernel packs a matrix, the layer itself
+    computes each column (see `held`).
     """
     every = range(width)
     return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
@@ -62,7 +63,7 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 
 
 def checksum_of(part: Tensor) -> int:
-    """CRC-32 of values as bfloat16, in their order, wherever they are; -0 is 0."""
+    """Return the CRC-32 of the values as bfloat16, in order, whatever the device or layout; -0 counts as 0."""
     import torch
 
     values = part.detach().reshape(-1)[:MAX_VALUES].bfloat16() + 0.0
@@ -73,7 +74,7 @@ TensorEntry = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, offset, nbytes); the dtype as torch prints it without `torch.`, e.g. bfloat16."""
 
 ALIGNMENT = 64
-"""Bytes: tensors start on a cache line, as views of a mapped buffer are read in vectors."""
+"""Bytes: tensors start on a cache line, because views of a mapped buffer are read with vector instructions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class SharedWeights:
     """A whole model or an adapter in a file of shared memory, which an engine's workers map."""
 
     path: str
-    """Such as /proc/PID/fd/NUMBER."""
+    """Path such as /proc/PID/fd/NUMBER."""
     entries: tuple[TensorEntry, ...]
     checksums: Mapping[str, int]
     """CRC-32 by name of the tensors that are in the sample."""
@@ -105,7 +106,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
     """Copy tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
-        tensors: on the host; each is copied before the next one is asked for, and may be freed then.
+        tensors: tensors on the host; each is copied before the next one is requested, and may be freed then.
     """
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
@@ -121,13 +122,13 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 
 class _Filling:
-    """A bucket in the making. Each tensor is copied into its buffer at once.
+    """A bucket that is being filled. Each tensor is copied into its buffer at once.
 
-    Keeping the tensors until it is full would need its memory twice, and touching fresh memory costs several times
-    what the copy costs.
+    Collecting the tensors first would need twice the memory, and touching fresh memory costs several times as much as
+    the copy.
 
     Args:
-        capacity: bytes; only those that are filled take up memory.
+        capacity: bytes; only the filled part takes up memory.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -149,14 +150,14 @@ class _Filling:
             self._checksums.append((name, checksum_of(part_of(name, tensor))))
 
     def bucket(self) -> WeightBucket:
-        """The bucket, with what has been added by now."""
+        """Return the bucket with the tensors added so far."""
         return WeightBucket(
             entries=tuple(self._entries), data=self._data[: self.size], checksums=tuple(self._checksums)
         )
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the tensors in a buffer; nothing is copied.
+    """Yield views of the tensors in a buffer, without copying.
 
     Args:
         data: (nbytes,) uint8.
@@ -164,7 +165,7 @@ def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple
     import torch
 
     for name, dtype, shape, offset, nbytes in entries:
-        # An empty tensor apart: torch can't view zero bytes as another dtype.
+        # Treat empty tensors separately: torch can't view zero bytes as another dtype.
         part = data[offset : offset + nbytes].view(getattr(torch, dtype)) if nbytes else data.new_empty(0)
         yield name, part.to(getattr(torch, dtype)).view(shape)
 

@@ -1,12 +1,12 @@
-"""Weights that an engine's worker computes with after a load, as parts of the tensors that the learners sent.
+"""Read back the weights that an engine's worker computes with, as parts of the tensors that the learners sent.
 
-vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. A
-linear layer maps a unit vector to a column of its matrix, exactly, whatever vLLM did. So `held_parts` computes the
+vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. However
+vLLM stores it, a linear layer maps a unit vector exactly to a column of its matrix. So `held_parts` computes the
 columns that the checksum covers with the layer's own kernel, and gathers them over the ranks.
 
 vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel.
-`held_experts` compares them before they are packed; `pack_experts` packs them, and compares the vector that one expert
-of each layer computes before and after.
+`held_experts` yields them before they are packed; `pack_experts` packs them, and compares the output of one expert of
+each layer before and after.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 from rayapp.engine.weights.buckets import columns_of, part_of
 
 EXACT = (torch.bfloat16, torch.float32)
-"""Types that hold what is sent; others round it."""
+"""Types that hold the sent values exactly; others round them."""
 _MERGED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -31,13 +31,14 @@ _MERGED: Mapping[str, tuple[str, ...]] = {
 
 
 def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, part of the tensor) of each of these that the model computes with.
+    """Yield (name, part of the tensor) for those of these names whose values can be read back from the model.
 
-    Collective among the tensor-parallel ranks, which give the names in one order. Left out is what vLLM holds in a type
-    that rounds, and over ranks what mixers split in ways of their own.
+    A collective call of the tensor-parallel ranks, which pass the names in the same order. It leaves out tensors that
+    vLLM holds in a type that rounds, and, with several ranks, tensors that mixers split in their own way.
 
     Args:
-        tied: the embedding is the output layer's matrix, too; given a second time, as that layer computes it.
+        tied: the embedding is also the output layer's matrix; it is yielded a second time, as the output layer computes
+            it.
     """
     from vllm.distributed import get_tp_group
 
@@ -56,11 +57,12 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
-                yield name, (-modules[owner].A).log()  # so mamba's mixers hold it, in float32
+                yield name, (-modules[owner].A).log()  # mamba's mixers hold it in this form, in float32
 
 
 def place_of(name: str) -> str:
-    """A name without what families put before a language model's, in checkpoints and in vLLM."""
+    """Return a tensor's name without the prefixes that families add, in checkpoints and in vLLM, to the language
+    model."""
     return re.sub(r"^((language_)?model\.)+", "", name)
 
 
@@ -71,9 +73,10 @@ def _renamed(model: Any, name: str) -> str:
 
 
 def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tuple[Any, list[int]] | None:
-    """The layer that a matrix or bias is of, and which of those merged in it: all that the checkpoint merges, too.
+    """Return the layer that holds a matrix or bias, and the indices of its merged parts (all, if the checkpoint merges
+    them too).
 
-    None where vLLM puts rows in another order as it loads: heads of q, k and v by turns (GPT-NeoX).
+    None if vLLM reorders rows as it loads: heads of q, k and v interleaved (GPT-NeoX).
     """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")
@@ -111,7 +114,7 @@ def _matrix(layer: Any, which: list[int], kind: str, name: str) -> Iterator[Tens
 
 
 def _units(layer: Any, name: str, width: int) -> Tensor:
-    """(columns, width): the unit vector of each column that the checksum is of."""
+    """Return (columns, width): the unit vector of each column that the checksum covers."""
     columns = columns_of(name, width)
     units: Tensor = layer.weight.new_zeros(len(columns), width, dtype=layer.params_dtype)
     units[range(len(columns)), columns] = 1
@@ -136,7 +139,7 @@ def _columns_over_inputs(layer: Any, name: str) -> Tensor:
 
 
 def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
-    """Gather the outputs of a layer that is split over them; several ranks may hold the same key-value heads."""
+    """Gather the outputs of a layer that is split over its outputs; several ranks may hold the same key-value heads."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     if not isinstance(layer, ColumnParallelLinear) or layer.tp_size == 1:
@@ -146,14 +149,14 @@ def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
 
 
 def _is_split_plainly(layer: Any, which: list[int]) -> bool:
-    """False where ranks hold parts in an order of a mixer's own."""
+    """Return False if ranks hold parts in a mixer's own order."""
     loader = getattr(layer.weight, "weight_loader", None)
     is_own = loader is None or getattr(loader, "__self__", None) is layer
     return getattr(layer, "tp_size", 1) == 1 or (is_own and (len(which) == 1 or layer.prefix.endswith(tuple(_MERGED))))
 
 
 def _tied(model: Any) -> tuple[Any, list[Any]]:
-    """The embedding that output layers are tied to (the first one), and those layers; itself where it is its own."""
+    """Return the embedding that output layers are tied to (the first one), and those layers."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -170,13 +173,13 @@ def _head(layer: Any, name: str) -> Iterator[Tensor]:
 
 def _convolution(layer: Any, mixer: Any) -> Iterator[Tensor]:
     if layer.tp_size == 1 and layer.params_dtype in EXACT:
-        # Packed on CPUs, which keep the plain one beside it, and in some mixers compute with that.
+        # Packed on CPUs, where the layer also keeps the plain weights; some mixers compute with those.
         unpacked = getattr(layer, "_cpu_unpacked_conv_weight", layer.weight)
         yield getattr(mixer, "conv_weights", unpacked)
 
 
 def gathered(part: Tensor, dim: int, num_ranks: int) -> Tensor:
-    """The parts of all ranks of vLLM's, along a dimension."""
+    """Gather the parts of all tensor-parallel ranks along a dimension."""
     from vllm.distributed import get_tp_group
 
     return part if num_ranks == 1 else get_tp_group().all_gather(part.contiguous(), dim)
@@ -218,9 +221,9 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, part of the tensor) of experts' matrices, of those of these names that they have. Before `pack_experts`.
+    """Yield (name, part of the tensor) for the experts' matrices among these names. Call it before `pack_experts`.
 
-    Collective among the tensor-parallel ranks. Nothing of a layer whose kernel keeps its experts in another order.
+    A collective call of the tensor-parallel ranks. Layers whose kernel keeps experts in another order yield nothing.
     """
     from vllm.distributed import get_tp_group
 
@@ -240,17 +243,18 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
-    """(name, this rank's part of what is merged in it, dimension along which ranks split each) of each tensor."""
+    """Yield (name, this rank's parts of the merged tensor, dimension along which ranks split each part) of each
+    tensor."""
     backend = getattr(getattr(layer.quant_method, "unquantized_backend", None), "name", "")
     if backend not in ("CPU", "TRITON") or not layer.moe_config.is_act_and_mul or layer.expert_map is not None:
         return
     place, gate_up, down = layer.layer_name, layer.w13_weight.detach(), layer.w2_weight.detach()
-    if hasattr(layer, "w13_bias"):  # gpt-oss: stacked, gate and up by turns, and transposed
+    if hasattr(layer, "w13_bias"):  # gpt-oss: stacked, with gate and up interleaved, and transposed
         yield f"{place}.gate_up_proj", [gate_up.transpose(1, 2)], 2
         yield f"{place}.gate_up_proj_bias", [layer.w13_bias.detach()], 1
         yield f"{place}.down_proj", [down.transpose(1, 2)], 1
         if layer.moe_config.moe_parallel_config.tp_size == 1:
-            yield f"{place}.down_proj_bias", [layer.w2_bias.detach()], 1  # else the first rank's alone
+            yield f"{place}.down_proj_bias", [layer.w2_bias.detach()], 1  # otherwise only the first rank has it
         return
     gates, ups = gate_up.chunk(2, dim=1)
     block = place.rpartition(".")[0]
@@ -263,13 +267,13 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
 
 
 def pack_experts(model: Any) -> None:
-    """Bring experts into the order that the CPU kernel reads; nothing on a GPU.
+    """Bring experts into the order that the CPU kernel reads; do nothing on a GPU.
 
-    vLLM 0.30 does so where it makes the kernel, at the first load only: after a second one the kernel would read plain
-    matrices as packed ones, and no norm or bias would show it.
+    vLLM 0.30 does so only at the first load, when it makes the kernel. After a second load the kernel would read plain
+    matrices as if they were packed, and checksums of norms and biases would not reveal it.
 
     Raises:
-        ValueError: an expert computes something else than its matrices say.
+        ValueError: an expert's output is not the product with its matrices.
     """
     from vllm.platforms import current_platform
 
@@ -292,7 +296,7 @@ def check_computes(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """Compare what the layer computes with what these matrices of one of its experts do. Raises as `pack_experts`."""
+    """Compare an expert's output with the product computed from these matrices. Raises as `pack_experts`."""
     probe = torch.randn(1, down.shape[0], generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     hidden = _ACTIVATIONS[layer.activation.value](functional.linear(probe.float(), gate_up, gate_up_bias))
     expected = functional.linear(hidden, down, down_bias)

@@ -1,7 +1,7 @@
 """Corrections of vLLM 0.30, which leaves some weights out when it loads a second time.
 
-Each function names the newest vLLM that needs it. With a newer one, leave the call out and run
-tests/cluster/test_vllm_families.py and test_vllm_experts.py: where they pass, delete the function.
+Each function names the newest vLLM that needs it. With a newer one, remove the call and run
+tests/cluster/test_vllm_families.py and test_vllm_experts.py: if they pass, delete the function.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PARTS = {
 
 
 def mend_reload(model: Any) -> None:
-    """Make `load_weights` take all of gpt-oss; nothing where the model is another one. Idempotent.
+    """Make `load_weights` load all of gpt-oss; do nothing for other models. Idempotent.
 
-    vLLM copies stacked experts and sinks straight into its parameters, which are placeholders without memory in a
-    reload: the engine would go on with the old ones. Given one by one, experts go through their layer's loader as
-    everything else does; sinks are copied behind the reload. Needed with vLLM 0.30.
+    vLLM copies stacked experts and sinks straight into its parameters, which have no memory during a reload: the engine
+    would continue with the old values. Here experts are passed one by one, so that their layer's loader handles them,
+    and sinks are copied after the reload. Needed with vLLM 0.30.
     """
     if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
         return
@@ -44,7 +44,7 @@ def _one_by_one(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor])
 
 
 def copy_sinks(model: Any) -> None:
-    """Give attention the sinks of the reload that has just ended, on each rank those of its heads. vLLM 0.30."""
+    """Copy the sinks of the last reload into attention, on each rank those of its heads. Needed with vLLM 0.30."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     parameters = dict(model.named_parameters())
@@ -54,10 +54,10 @@ def copy_sinks(model: Any) -> None:
 
 
 def copy_convolutions(model: Any) -> None:
-    """Give mixers the convolutions of the reload that has just ended; nothing where none is packed.
+    """Copy the convolutions of the last reload into mixers; do nothing if none is packed.
 
-    On a CPU with AVX512-BF16 the layer packs its weights elsewhere when they are loaded, and the view that mixers
-    compute with is of the old ones. Needed with vLLM 0.30.
+    On a CPU with AVX512-BF16 the layer packs the loaded weights into new memory, but mixers compute with a view of the
+    old ones. Needed with vLLM 0.30.
     """
     for mixer in model.modules():
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -66,10 +66,10 @@ def copy_convolutions(model: Any) -> None:
 
 
 def tie_again(model: Any, architecture: Any) -> None:
-    """Give a tied output layer the new embedding.
+    """Copy the new embedding into a tied output layer.
 
-    vLLM reloads layer by layer and passes over an output layer that has no weights of its own in the checkpoint.
-    On CPU that layer holds a repacked copy of the embedding: without this it would go on sampling with the old one.
+    vLLM reloads layer by layer and skips an output layer that has no weights of its own in the checkpoint. On CPU that
+    layer holds a repacked copy of the embedding: without this call the engine would keep sampling with the old one.
     Needed with vLLM 0.30.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -84,7 +84,7 @@ def tie_again(model: Any, architecture: Any) -> None:
 
 
 def mend_after_reload(model: Any, architecture: Any) -> None:
-    """Copy and tie the weights that the last reload left out."""
+    """Copy and tie the weights that the last reload skipped."""
     copy_sinks(model)
     copy_convolutions(model)
     tie_again(model, architecture)

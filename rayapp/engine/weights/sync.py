@@ -2,13 +2,13 @@
 
     nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
     ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
-    object_store   buckets through Ray: for machines without GPUs, for adapters, and for a server that is started again
+    object_store   buckets through Ray: for machines without GPUs, for adapters, and for a restarted server
 
-    sync: Carrier.send -> every server holds the version, or is named with its error
-    catch_up: one server that was started again loads the learners' weights from buckets
+    sync: Carrier.send -> every server holds the version, or is returned with its error
+    catch_up: a restarted server loads the learners' weights from buckets
 
-Tensors never pass through the driver, which calls this. Everything that sends is behind a protocol, so that tests need
-neither Ray nor vLLM.
+Tensors never pass through the driver, which calls this. Senders and receivers are protocols, so that tests need neither
+Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, Weigh
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
-"""Large enough that a bucket's cost is its bytes, small enough that two copies in flight fit any object store."""
+"""Large enough that transfer time dominates the cost of a bucket, small enough that two in flight fit any object
+store."""
 
 
 class WeightGiver(Protocol):
     """The learners."""
 
     def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """Yield references to `WeightBucket`s of the present weights, which the caller calls `version`."""
+        """Yield references to `WeightBucket`s of the present weights, as policy version `version`."""
         ...
 
     async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
@@ -52,11 +53,11 @@ class WeightTaker(Protocol):
     def name(self) -> str: ...
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
-        """Load a version from references to buckets, and serve with it."""
+        """Load a version from references to buckets, and serve with it. Returns bytes and seconds."""
         ...
 
     async def go_on(self, timeout_s: float) -> int:
-        """Serve with the weights that the group sent, if they are whole. Policy version that it holds; -1 for none."""
+        """Serve with the weights that the group sent, if they are complete. Returns the policy version; -1 for none."""
         ...
 
 
@@ -66,20 +67,20 @@ class Sent(NamedTuple):
     metrics: dict[str, float]
     """`weight_sync/*`"""
     failed: dict[str, RayappError]
-    """The servers that don't hold the version, by name."""
+    """Servers that don't hold the version, by name, with their errors."""
 
 
 class Carrier(Protocol):
     """A way for weights from the learners to the servers."""
 
     needs_all_servers: bool
-    """True if a sync must wait for a server that is being started."""
+    """True if a sync must wait for a server that is starting."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
         """Connect the learners to the servers, unless they are connected.
 
         Raises:
-            WeightSyncError: a server did not join; none is changed by that.
+            WeightSyncError: a server did not join; all servers are unchanged.
         """
         ...
 
@@ -98,7 +99,7 @@ class Carrier(Protocol):
 
 
 class WeightSync:
-    """Gives all servers the learners' weights, and gives them again to a server that is started again."""
+    """Sends the learners' weights to all servers, and again to a restarted server."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -107,7 +108,8 @@ class WeightSync:
         """The learners of the last sync."""
         self._is_syncing = asyncio.Lock()
         self.are_lost = False
-        """True if the weights of the last sync were on a node that is gone: only a new sync can give them again."""
+        """True if the weights of the last sync were on a node that is gone: only a new sync can provide weights
+        again."""
 
     async def sync(
         self,
@@ -129,7 +131,7 @@ class WeightSync:
             WeightSyncError: the learners did not give their weights in time.
         """
         if self._carrier.needs_all_servers:
-            # Try a join that fails once more: it has not touched the servers that are up.
+            # If joining fails, try once more: it has not changed the servers that are up.
             await settled()
             if not await self._joins(learners, servers):
                 await settled()
@@ -150,7 +152,7 @@ class WeightSync:
         return True
 
     async def catch_up(self, server: WeightTaker) -> None:
-        """Give the weights of the last sync to a server that has just been started.
+        """Send the weights of the last sync to a server that has just started.
 
         If those weights were lost with the learners' node, the server gets none: it serves nothing until the next sync,
         and `are_lost` is True.
@@ -159,7 +161,7 @@ class WeightSync:
             LearnersLostError: the learners are gone.
             WeightSyncError: or another error of `load_weights`; the server must be replaced.
         """
-        # Serialize with sync, else an older version lands last.
+        # Under the sync's lock; otherwise an older version could arrive last.
         async with self._is_syncing:
             if self._learners is None or self.are_lost:
                 return
@@ -177,7 +179,7 @@ class StoreCarrier:
     """Buckets through Ray's object store: written once, and read by all servers of a node without a copy.
 
     Args:
-        timeout_s: to export, and for each server to load.
+        timeout_s: deadline of the export, and of each server's load.
     """
 
     needs_all_servers = False
@@ -213,7 +215,8 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        """Load one server. Returns its answer or its error: one server's failure must not hide the others' success."""
+        """Load one server. Returns its answer or its error, so that one server's failure doesn't hide the others'
+        success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)
@@ -233,7 +236,7 @@ class GroupCarrier:
     """Tensors straight into the engines, through a group that is formed at the first sync and kept.
 
     Args:
-        timeout_s: for each phase: forming the group, sending, and having the servers go on.
+        timeout_s: deadline of each phase: forming the group, sending, and `go_on` on all servers.
     """
 
     needs_all_servers = True
@@ -254,7 +257,8 @@ class GroupCarrier:
         self._joined_s += time.monotonic() - started
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
-        """See `Carrier`. After a failure all servers that don't hold the version have failed: each waits for others."""
+        """See `Carrier`. If one server fails, every server that lacks the version has failed: they wait for each
+        other."""
         started, facts, error = time.monotonic(), dict[str, float](), None
         try:
             await self.join(learners, servers)
@@ -275,9 +279,9 @@ class GroupCarrier:
     async def _without(
         self, version: int, servers: Sequence[WeightTaker], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """Have the servers go on. Returns the servers that don't hold the version, by name, each with the reason.
+        """Call `go_on` on all servers. Returns the servers that don't hold the version, by name, with the reason.
 
-        Called when every learner is done: only then servers take back the memory of a GPU that they share with one.
+        Called when every learner has finished: only then may servers take back the memory of shared GPUs.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"it does not hold version {version} although the sync went through")
@@ -317,10 +321,10 @@ class TransferRanks:
 
 
 def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
-    """The transport of `server.weight_transport`, or the fastest that the placement allows.
+    """Return the transport of `server.weight_transport`, or for `auto` the fastest that the placement allows.
 
     Raises:
-        ConfigError: the one that is asked for can't work here; says what to use.
+        ConfigError: the configured transport can't work here; the message says what to use.
     """
     asked, placement = config.server.weight_transport, config.cluster.placement
     if config.learner.lora.sends_adapter:
@@ -353,7 +357,7 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
 
 
 def transfer_plan(config: Config, transport: Transport) -> TransferRanks:
-    """Distinct ranks for every worker of every server."""
+    """Return distinct ranks for every worker of every server."""
     tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
     return TransferRanks(
         transport=transport,

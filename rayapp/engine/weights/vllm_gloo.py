@@ -1,8 +1,8 @@
 """Weights over gloo, as a backend of vLLM's weight-transfer API: the same handshake, ranks and lifecycle as its NCCL
 backend, on a machine without GPUs.
 
-Registered on both sides: in the engine's workers by `vllm_worker`, in the learners by `sender`. One group of
-learner 0 and all workers, made once and kept between syncs; a peer that is gone is an error after the deadline.
+Registered on both sides: in the engine's workers by `vllm_worker`, in the learners by `sender`. One group of learner 0
+and all workers, made once and kept between syncs; a lost peer is an error after the deadline.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class GlooGroup:
     """The group of learner 0 and all workers, with the two methods of vLLM's NCCL communicator that a sync uses.
 
     Args:
-        is_hopeless: asked while rank 0 waits for the others; raises if somebody will never come.
+        is_hopeless: called while rank 0 waits for the others; raises if one of them will never join.
     Raises:
-        RuntimeError: somebody did not come in time, or the port is taken.
+        RuntimeError: a rank did not join in time, or the port is taken.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class GlooGroup:
         timeout = timedelta(seconds=timeout_s)
         is_master = rank == SENDER
         store = TCPStore(address, port, world_size, is_master=is_master, timeout=timeout, wait_for_workers=False)
-        # Call the roll first: what makes the group's connections waits for everybody, and can't be told to give up.
+        # First wait until every rank has reported: forming the group's connections waits for all, and can't be
+        # interrupted.
         store.set(f"here/{rank}", "")
         if is_master:
             _wait_for(store, [f"here/{other}" for other in range(world_size)], timeout_s, is_hopeless)
@@ -93,7 +94,8 @@ class GlooGroup:
         """
         if self._destroyed.done():
             raise RuntimeError("the group is destroyed")
-        # gloo's own abort ends nothing that waits. The thread holds the group, whose end would wait as well.
+        # gloo's own abort does not interrupt a waiting broadcast. The thread keeps a reference to the group: destroying
+        # the group here would wait too.
         group = self._group
         sent = in_thread(lambda: group.broadcast(tensor, src).wait(), name="weight-sync")
         wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
@@ -102,7 +104,7 @@ class GlooGroup:
         sent.result()
 
     def destroy(self) -> None:
-        """End what waits in `broadcast`. Idempotent."""
+        """Interrupt a waiting `broadcast`. Idempotent."""
         if not self._destroyed.done():
             self._destroyed.set_result(None)
             self._group = None
@@ -119,7 +121,7 @@ def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: C
 
 
 def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
-    """Positions of the tensors that travel together: at most bucket_bytes, or one tensor that is larger."""
+    """Yield the positions of tensors that are sent together: at most bucket_bytes, or one tensor that is larger."""
     start, filled = 0, 0
     for position, size in enumerate(sizes):
         if position > start and filled + size > bucket_bytes:
@@ -131,7 +133,7 @@ def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """In an engine's worker: receives buckets and loads them layer by layer."""
+    """The engine worker's side: receives buckets and loads them layer by layer."""
 
     init_info_cls = GlooInitInfo
 
@@ -148,7 +150,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class would synchronize an accelerator, and there is none.
+        # The base class would synchronize an accelerator, which this machine lacks.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
@@ -165,7 +167,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
-    """In a learner: vLLM's own sequence of calls, with gloo where NCCL would be."""
+    """The learner's side: vLLM's own sequence of calls, with gloo in place of NCCL."""
 
     init_info_cls = GlooTrainerInitInfo
     _bucket_bytes = 0
@@ -178,7 +180,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
             return engine
         wanted = {key: value for key, value in asdict(init_info).items() if key != "rank"}
         with ThreadPoolExecutor(max_workers=1) as joining:
-            # Joining blocks on both sides until the other is there: the workers join in a thread, learner 0 here.
+            # Joining blocks on both sides until the other side joins: the workers join in a thread, learner 0 here.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
             engine.model_update_group = GlooGroup(
                 init_info.master_address,
@@ -202,12 +204,13 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         for positions in chunks(sizes, self._bucket_bytes):
             parts = [next(tensors)[1].reshape(-1).view(torch.uint8).cpu() for _ in positions]
             self.model_update_group.broadcast(torch.cat(parts), SENDER)
-        # Exhaust the generator: at its end it checks that nothing is missing.
+        # Exhaust the generator: its last lines check that nothing is missing.
         assert next(tensors, None) is None
 
 
 def _raise_if_failed(workers: Future[None]) -> None:
-    """torch would know how many are missing; which servers they are, only the client does."""
+    """Raise the workers' error: torch knows only how many ranks are missing, the client knows which servers they
+    are."""
     if workers.done():
         workers.result()
 
@@ -217,7 +220,7 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def register() -> None:
-    """Make vLLM know the backend in this process. Idempotent."""
+    """Register the backend with vLLM in this process. Idempotent."""
     for factory, engine in (
         (WeightTransferEngineFactory, GlooWeightTransferEngine),
         (WeightTransferTrainerFactory, GlooTrainerWeightTransferEngine),

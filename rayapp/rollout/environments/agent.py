@@ -161,7 +161,7 @@ class ScenePlayer:
                 prompt = AgentPrompt(
                     token_ids=self._prompt_ids(task, observation),
                     tools_kwargs={name: {"create_kwargs": {"scene": scene}} for name in self._tools},
-                    first_turn=1,  # turn 0 took the trajectory's seat in its cohort
+                    first_turn=1,  # turn 0 took the trajectory's place in its cohort
                 )
                 episode = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if episode.status.is_error:

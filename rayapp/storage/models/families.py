@@ -37,7 +37,7 @@ class Family:
     packages: tuple[str, ...] = ()
     """Packages that vLLM imports for it in addition to its own dependencies on a CPU."""
     refused: str = ""
-    """Reason why it can't be trained; empty if it can."""
+    """Reason why it can't be trained; empty if it can be."""
     no_engine: str = ""
     """Reason why vLLM does not serve it at all; empty if it does."""
     no_cpu_engine: str = ""

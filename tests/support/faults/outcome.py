@@ -1,4 +1,4 @@
-"""What came of a fault run: counts, and their report. Data only; several processes' outcomes add up to one."""
+"""Result of a fault run: counts and their report. Data only; the outcomes of several processes can be added up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """Counts of one fault run."""
 
     executions: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -24,7 +24,7 @@ class Outcome:
     fallbacks: float = 0.0
     strays_ended: float = 0.0
     reported_left: int = 0
-    """Sandboxes that a pool said it could not end."""
+    """Sandboxes that a pool reported it could not end."""
     injected: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> dict[str, object]:

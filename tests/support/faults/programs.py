@@ -1,4 +1,4 @@
-"""Programs with known verdicts, and the tasks that score them: what a fault run checks itself by."""
+"""Programs with known verdicts, and the tasks that score them: a fault run compares its verdicts with these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayapp.tasks.coding import CodingTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A completion and what it is worth."""
+    """A completion and its true reward."""
 
     name: str
     code: str
@@ -21,7 +21,7 @@ class Program:
     statuses: tuple[str, ...] = ("scored",)
     is_endless: bool = False
     weight: int = 10
-    """How often it is drawn, relative to the others."""
+    """Weight with which it is drawn, relative to the others."""
 
     def agrees(self, reward: Reward) -> bool:
         """True if a valid reward is the one this program earns."""
@@ -52,12 +52,12 @@ PROGRAMS = (
 
 
 def draw_program(rng: random.Random) -> Program:
-    """One program."""
+    """Draw one program."""
     return rng.choices(PROGRAMS, weights=[program.weight for program in PROGRAMS])[0]
 
 
 def square_task(*, timeout_s: float) -> CodingTask:
-    """The task that every program tries: four tests, of which `half` passes two."""
+    """Return the task that every program answers: four tests, of which `half` passes two."""
     return CodingTask(
         name="square",
         prompt="Write square(x).",
@@ -71,5 +71,5 @@ def square_task(*, timeout_s: float) -> CodingTask:
 
 
 def square_prompt() -> Prompt:
-    """The prompt of `square_task`: empty, as no model reads it."""
+    """Return the prompt of `square_task`: empty, as no model reads it."""
     return Prompt(task="square", text="", token_ids=np.zeros(0, np.int32))

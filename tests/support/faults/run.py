@@ -1,9 +1,9 @@
-"""Many executions through the pool while the services behind it fail in every way: what came of it, counted.
+"""Many executions through the pool while the services behind it fail in every way, with counted results.
 
     programs with known verdicts -> task.score -> PoolClient -> LeasePool -> real SDKs -> stub services with faults
 
-One pool per provider, each with that one first and the others to fall back on, all at once against the same services:
-so every provider bears a share, and a pool that swept what another made would show. Used by
+There is one pool per provider, with that provider first and the others as fallbacks. All pools use the same services at
+once: so every provider gets load, and a pool that ends another pool's sandboxes is noticed. Used by
 `benchmarks/sandbox_faults.py` and by a test; it measures no speed.
 """
 
@@ -38,25 +38,25 @@ _ENDLESS_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRun:
-    """What to do."""
+    """Settings of a fault run."""
 
     executions: int
     share: float = 0.05
     """Share of calls that fail."""
     death_share: float = 0.05
-    """Of executions in whose course some sandbox dies by itself, leased or idle. Not so many a second: on a machine
-    that is slow for a while, everything would die before it is done."""
+    """Share of executions during which some sandbox dies, leased or idle. Not a rate per second: while the machine is
+    slow, all sandboxes would die before an execution ends."""
     concurrency: int = 12
     """Executions at once, for each provider."""
     timeout_s: float = 20.0
     """Deadline of an honest program: long, since a slow machine must not make a wrong verdict."""
     answer_within_s: float = 10.0
-    """What a call may take beyond that. A call that hangs costs the sum of both."""
+    """Seconds that a call may take beyond its deadline. A call that hangs takes both."""
     create_timeout_s: float = 10.0
     hung_after_s: float = 600.0
-    """An execution that takes longer counts as hung. Two waits for a lease and two executions fit in."""
+    """Seconds after which an execution counts as hung: enough for two waits for a lease and two executions."""
     hang_s: float = 600.0
-    """How long a service that hangs keeps the connection: longer than any deadline of ours."""
+    """Seconds that a hanging service keeps the connection: longer than any deadline of ours."""
     seed: int = 0
 
 
@@ -106,7 +106,7 @@ class _Services:
 
 
 class _Counting:
-    """A source that counts how often one execution asked for a sandbox."""
+    """A lender that counts how often one execution asked for a sandbox."""
 
     def __init__(self, client: PoolClient) -> None:
         self._client = client
@@ -118,7 +118,7 @@ class _Counting:
 
 
 async def run_with_faults(run: FaultRun, outcome: Outcome | None = None) -> Outcome:
-    """Everything, start to end. A given outcome is filled as it goes on, to be watched."""
+    """Run everything from start to end. A given outcome is filled during the run, so that it can be watched."""
     outcome, services = outcome or Outcome(), _Services(run)
     async with services.running(run.concurrency + 4):
         names = sorted(services.sections)
@@ -163,7 +163,7 @@ async def _run_pool(
 
 
 def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
-    """Provider objects of one process: the pool's and the worker's are not the same ones."""
+    """Return the provider objects of one process: pool and worker have their own."""
     return {name: services.provider(services.sections[name]) for name in (each.type for each in config.providers)}
 
 
@@ -204,7 +204,7 @@ async def _execute(client: PoolClient, run: FaultRun, program: Program, outcome:
 
 
 async def _tend(pool: LeasePool, sweep_every_s: float) -> None:
-    """What the sandbox-pool actor does on the side."""
+    """Do the periodic work of the sandbox-pool actor."""
     loop = asyncio.get_running_loop()
     swept_at = loop.time()
     while True:
@@ -225,7 +225,7 @@ async def _close(pool: LeasePool, outcome: Outcome) -> None:
 
 
 class _Deaths:
-    """Ends a sandbox now and then, as a provider's machine that fails does."""
+    """Ends a sandbox now and then, like a failing machine of a provider."""
 
     def __init__(self, of: Sequence[Boxes], run: FaultRun) -> None:
         self._all = of
@@ -233,7 +233,7 @@ class _Deaths:
         self._rng = random.Random(run.seed)
 
     def maybe(self) -> None:
-        """Called as an execution begins; what dies does so in the second after it."""
+        """Called as an execution begins; a sandbox then dies within a second."""
         if self._rng.random() < self._share:
             asyncio.get_running_loop().call_later(self._rng.random(), self._one)
 
@@ -244,7 +244,7 @@ class _Deaths:
 
 
 async def _wait_for_ends(services: _Services) -> None:
-    """What the services still do when the last call has been made, e.g. a slow kill."""
+    """Wait for work that the services still do after the last call, e.g. a slow kill."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_S
     while any(_leaked(services).values()) and loop.time() < deadline:
@@ -252,6 +252,7 @@ async def _wait_for_ends(services: _Services) -> None:
 
 
 def _leaked(services: _Services) -> dict[str, int]:
-    """Alive though every pool is closed. A sandbox of an MCP server has no call to end it: there it is the sessions."""
+    """Return what is still alive after every pool is closed. An MCP sandbox has no call that ends it: its sessions are
+    counted."""
     leaked = {name: len(boxes.living) for name, boxes in services.boxes.items() if name != "mcp"}
     return leaked | {"mcp": services.mcp.num_sessions}

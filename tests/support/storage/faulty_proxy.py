@@ -1,6 +1,6 @@
 """A reverse proxy between a client and an S3 server that fails on purpose: lost answers, cut bodies, damaged bytes.
 
-Tests give it a `plan`: asked for every request, it names the fault or None. It also keeps the requests it has seen.
+Tests pass a `plan`, a function that returns the fault of a request or None. The proxy also records the requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Fault(StrEnum):
     SLOW_DOWN = "slow_down"
     """503 with S3's SlowDown, without passing the request on."""
     DROP = "drop"
-    """The connection is cut before the server hears of it."""
+    """The connection is cut before the request reaches the server."""
     LOSE_ANSWER = "lose_answer"
-    """The server does it, but the connection is cut instead of the answer."""
+    """The server does it, but the connection is cut before the answer."""
     CUT_BODY = "cut_body"
     """Half of the answer's body, then the connection is cut."""
     FLIP_BYTE = "flip_byte"
-    """One byte of the answer's body is another."""
+    """One byte of the answer's body is changed."""
     EXPIRED = "expired"
     """400 with S3's ExpiredToken."""
     DENIED = "denied"

@@ -35,7 +35,7 @@ class MotoServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Start it; return when it answers."""
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "no_proxy": "127.0.0.1"}

@@ -1,6 +1,6 @@
-"""OpenStack Swift in a Python environment of its own: its pins must not meet ours. Made once, then reused.
+"""OpenStack Swift in a Python environment of its own: its pins conflict with ours. Made once, then reused.
 
-It lives below the environment of the running interpreter, so it goes when that goes.
+It lies inside the running interpreter's environment, and is deleted with it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class SwiftNotInstalledError(Exception):
 
 
 def swift_environment() -> Path:
-    """The environment's folder of programs.
+    """Return the environment's folder of programs.
 
     Raises:
-        SwiftNotInstalledError: there is neither uv nor pip, or the packages can't be had.
+        SwiftNotInstalledError: there is neither uv nor pip, or the packages can't be installed.
     """
     home = Path(sys.prefix) / "rayapp-servers" / f"swift-{VERSION}"
     programs, whole = home / "bin", home / ".whole"

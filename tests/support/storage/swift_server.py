@@ -56,7 +56,7 @@ class SwiftServer:
         return f"http://127.0.0.1:{self._ports['proxy']}"
 
     def start(self) -> None:
-        """Return when it answers.
+        """Start it; return when it answers.
 
         Raises:
             RuntimeError: it does not; the message has the end of its log.
@@ -92,7 +92,7 @@ class SwiftServer:
         self.start()
 
     def data_files(self) -> list[Path]:
-        """The files that hold objects, largest first."""
+        """Return the files that hold objects, largest first."""
         return sorted((self._devices / "d1").glob("objects/**/*.data"), key=lambda path: -path.stat().st_size)
 
     def _spawn(self, kind: str) -> subprocess.Popen[bytes]:
@@ -106,7 +106,7 @@ class SwiftServer:
 
     def _answers(self) -> bool:
         try:
-            # Without a signature S3 answers 403: that comes from the whole pipeline.
+            # The whole pipeline answers a request without a signature with S3's 403.
             urllib.request.urlopen(f"{self.url}/healthcheck-of-rayapp", timeout=1.0)
         except urllib.error.HTTPError as error:
             return error.code < 500 and all(self._listens(kind) for kind in _KINDS)

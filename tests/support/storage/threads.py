@@ -1,4 +1,4 @@
-"""What tests of code with threads of its own need: a faulty proxy in a thread, a bucket, a wait on a condition."""
+"""Helpers for tests of code with its own threads: a faulty proxy in a thread, a bucket, a wait on a condition."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wait_until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     """Return when the condition holds.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: the condition does not hold in time.
     """
     deadline = time.monotonic() + timeout_s
     while not holds():

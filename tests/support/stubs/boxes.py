@@ -1,7 +1,7 @@
-"""Stands in for a provider's machines: a folder and plain processes per sandbox. For the stub servers only.
+"""Stand-in for a provider's machines: a folder and plain processes per sandbox. For the stub servers only.
 
-It isolates nothing. Started as root, processes run as an unprivileged user; even so, only programs of our own tests
-belong here.
+It isolates nothing. If started as root, it runs processes as an unprivileged user; even so, use it only for programs of
+our own tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Box:
     """Unix seconds."""
     processes: set[Process] = field(default_factory=set)
     facts: dict[str, Any] = field(default_factory=dict)
-    """The server's own, e.g. what it was created with."""
+    """Facts that the server keeps, e.g. the request that created it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(
@@ -64,7 +64,7 @@ class Box:
         return process
 
     async def feed(self, pid: int, data: bytes) -> bool:
-        """Write to a program's standard input. False if there is none that takes it."""
+        """Write to a program's standard input. False if no program reads it."""
         stdin = next((process.stdin for process in self.processes if process.pid == pid), None)
         if stdin is None or stdin.is_closing():
             return False
@@ -73,7 +73,7 @@ class Box:
         return True
 
     def stop(self, process: Process) -> None:
-        """End a program, its group, and what it started in sessions of their own: a machine would end with them."""
+        """End a program, its group, and descendants in sessions of their own, as a machine's end would."""
         self.processes.discard(process)
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(process.pid).children(recursive=True):
@@ -99,7 +99,7 @@ class Box:
             self.stop(process)
 
     def resolve(self, path: str) -> Path:
-        """Where a path of the sandbox lies here."""
+        """Return the local path of a path in the sandbox."""
         return self.home / path
 
     def write(self, path: str, data: bytes) -> Path:
@@ -115,7 +115,7 @@ class Box:
 def _as_unprivileged(argv: Sequence[str]) -> list[str]:
     if os.geteuid() != 0:
         return list(argv)
-    # Not subprocess's own `user`: with it Python forks this whole process instead of sharing its memory until exec.
+    # Not subprocess's own `user`: with it Python forks the whole process instead of using vfork.
     become = ("--reuid", str(UNPRIVILEGED_ID), "--regid", str(UNPRIVILEGED_ID), "--clear-groups")
     return ["setpriv", *become, *argv]
 
@@ -130,7 +130,7 @@ class Boxes:
         self._root.chmod(0o711)
 
     def create(self, *, template: str, labels: Mapping[str, str], ttl_s: float, **facts: Any) -> Box:
-        """A new sandbox."""
+        """Make a sandbox."""
         box_id = uuid.uuid4().hex[:20]
         home = self._root / box_id
         home.mkdir()
@@ -144,7 +144,7 @@ class Boxes:
         return box
 
     def get(self, box_id: str) -> Box | None:
-        """A living sandbox; one whose time is over ends now."""
+        """Return a living sandbox; end it first if its time is over."""
         box = self.living.get(box_id)
         if box is not None and time.time() >= box.ends_at:
             self.end(box_id)
@@ -163,7 +163,7 @@ class Boxes:
         return True
 
     def with_labels(self, labels: Mapping[str, str]) -> list[Box]:
-        """Living sandboxes that carry all these labels, in the order they were made."""
+        """Return the living sandboxes that carry all these labels, in the order they were made."""
         return [box for box in list(self.living.values()) if labels.items() <= box.labels.items() and self.get(box.id)]
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class DaytonaStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Body of every request to create a sandbox."""
+        """Body of every request that creates a sandbox."""
         self._snapshots = snapshots
         self._kernels: dict[str, Kernel] = {}
         for method, path, call, handler in (
@@ -83,7 +83,8 @@ class DaytonaStub(StubServer):
         return handle
 
     def _checked(self, model: str, body: dict[str, Any]) -> dict[str, Any]:
-        """An answer as the installed client understands it, so that this server and the client can't drift apart."""
+        """Return an answer after the installed client's model has parsed it, so that stub and client can't drift
+        apart."""
         import daytona_api_client_async.models as models
 
         getattr(models, model).from_dict(body)
@@ -178,7 +179,7 @@ class DaytonaStub(StubServer):
         return web.Response(status=204) if is_heard else self.fail(request, 410, "command has already completed")
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
-        """What a program prints, line by line, each stream with its mark, over a WebSocket."""
+        """Send a program's output, line by line, each stream with its mark, over a WebSocket."""
         box: Box = request["box"]
         process = next(each for each in box.processes if each.pid == int(request.match_info["pid"]))
         socket = web.WebSocketResponse()
@@ -229,7 +230,7 @@ class DaytonaStub(StubServer):
 
 
 async def _until_gone(socket: web.WebSocketResponse, running: asyncio.Future[Any], *, timeout_s: float | None) -> None:
-    """Until the work is done, its client has hung up, or its time is over, which the client is told."""
+    """Wait until the work is done, the client hangs up, or the time is over; tell the client about the last."""
     listening = asyncio.ensure_future(socket.receive())
     try:
         done, _ = await asyncio.wait({listening, running}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

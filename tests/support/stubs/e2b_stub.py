@@ -1,4 +1,4 @@
-"""E2B's protocol on loopback, for tests: control plane, agent (envd) and code interpreter, as the published specs say.
+"""E2B's protocol on loopback, for tests: control plane, agent (envd) and code interpreter, after the published specs.
 
     async with E2BStub().running() as url: E2BConfig(api_url=url, sandbox_url=url)
     async with E2BStub(dialect="kruise").running() as url: E2BConfig(api_url=f"{url}/kruise/api", dialect="kruise")
@@ -46,7 +46,7 @@ class E2BStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Body of every request to create a sandbox."""
+        """Body of every request that creates a sandbox."""
         self._dialect = dialect
         self._templates = templates
         self._page = page

@@ -1,4 +1,4 @@
-"""What answers inside an E2B sandbox: the agent's files and processes, and the code interpreter. For `e2b_stub.py`."""
+"""The services inside an E2B sandbox: the agent's files and processes, and the code interpreter. For `e2b_stub.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stub server does wrong, on purpose: one call as told, or a share of all calls by chance, repeatably.
+"""Faults of a stub server: chosen for one call, or drawn for a share of all calls, repeatably.
 
 drop       the connection closes before anything was done
 lost       it was done, and the connection closes without an answer
@@ -24,8 +24,8 @@ class Faults:
     """Chooses the fault of a call, if any.
 
     Args:
-        share: of calls that fail by chance.
-        seed: which.
+        share: share of calls that fail at random.
+        seed: seed of the random choice.
         hang_s: how long a call that hangs keeps its connection.
         slow_s: how late a slow answer is.
     """
@@ -40,11 +40,12 @@ class Faults:
         self._told: defaultdict[str, deque[str]] = defaultdict(deque)
 
     def next(self, call: str, *faults: str) -> None:
-        """The next calls of this name (create, list, kill, start, execute…) fail so, one after the other."""
+        """Let the next calls of this name (create, list, kill, start, execute…) fail with these faults, one after the
+        other."""
         self._told[call].extend(faults)
 
     def choose(self, call: str, kinds: Sequence[str]) -> str:
-        """The fault of this call; empty for none."""
+        """Return the fault of this call; empty for none."""
         if self._told[call]:
             fault = self._told[call].popleft()
         elif self.share and self._rng.random() < self.share:

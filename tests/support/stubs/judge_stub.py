@@ -1,5 +1,5 @@
-"""A judge on loopback, behind OpenAI's chat API and vLLM's /classify. It obeys every order that it reads outside of the
-lines that enclose what it judges, as a model would that is easily led astray."""
+"""A judge on loopback, behind OpenAI's chat API and vLLM's /classify. It obeys every order outside the lines that
+enclose the judged text, like a model that is easily misled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import web
 from support.stubs.server import StubServer
 
 ORDER = re.compile(r"GIVE (\d+)")
-"""What it obeys, with the score or, for pairs, with 1: the first."""
+"""An order that it obeys: GIVE and a score, or for pairs GIVE 1 for the first."""
 NUMBER = re.compile(r"(\d+) is the number of this question")
 Failure = tuple[int, str, Mapping[str, str]]
 """Status, body, headers."""
@@ -25,18 +25,18 @@ class JudgeStub(StubServer):
     """See the module.
 
     Args:
-        grade: what a response is worth, from 0 to 10; of two the one that is worth more is the better one.
-        key: that it wants; empty: none.
+        grade: returns the score of a response, 0 to 10; of two responses the one with the higher score wins.
+        key: API key that it requires; empty: none.
     """
 
     def __init__(self, grade: Callable[[str], float], *, key: str = "") -> None:
         super().__init__()
         self.grade = grade
         self.failures: deque[Failure] = deque()
-        """What it answers next, in place of a judgement."""
+        """Answers to the next requests, in place of judgements."""
         self.latency_s = 0.0
         self.said = ""
-        """What it answers in place of JSON; QUESTION in it is the number of the question."""
+        """Answer in place of JSON; QUESTION in it becomes the number of the question."""
         self.bodies: list[dict[str, Any]] = []
         """Body of every request."""
         self._key = key

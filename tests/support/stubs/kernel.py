@@ -1,4 +1,4 @@
-"""A stand-in for a Jupyter kernel: one Python process per sandbox, whose names live on. For the stubs."""
+"""A stand-in for a Jupyter kernel: one Python process per sandbox, whose variables persist. For the stubs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ for line in sys.stdin:
 
 
 class Kernel:
-    """Runs one piece of code after the other. A run that is given up restarts it, as an interrupt would."""
+    """Runs pieces of code one after the other. A cancelled run restarts it, as an interrupt would."""
 
     def __init__(self, box: Box) -> None:
         self._box = box
         self._process: Process | None = None
 
     async def run(self, code: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Events of one run: stdout, stderr, error."""
+        """Yield the events of one run: stdout, stderr, error."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -2,7 +2,7 @@
 
     async with McpStub().running() as url: McpConfig(url=url)
 
-A session binds one sandbox, which lives for X-Sandbox-TTL seconds; run_code_once makes one for a single run.
+An MCP session has one sandbox, which lives for X-Sandbox-TTL seconds; run_code_once makes one for a single run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class McpStub:
         self.boxes = Boxes()
         self.faults = faults or Faults()
         self.headers: list[dict[str, str]] = []
-        """Headers of every call of a tool."""
+        """Headers of every tool call."""
         self.calls: list[tuple[str, frozenset[str]]] = []
-        """Name of every tool that was called, and the names of its arguments."""
+        """Name of every tool that was called, with the names of its arguments."""
         self._by_session: dict[str, Box] = {}
         self._kernels: dict[str, Kernel] = {}
         self._server = MCPServer("sandboxes")
@@ -51,7 +51,7 @@ class McpStub:
         return len(self._server.session_manager._server_instances)
 
     async def run_code(self, code: str, ctx: Context[Any, Any], language: str = "python") -> dict[str, Any]:
-        """Run code in the session's interpreter."""
+        """Run code in the MCP session's interpreter."""
         box = await self._box(ctx, "run_code")
         return await self._execute(box, code)
 
@@ -67,7 +67,7 @@ class McpStub:
     async def run_command(
         self, cmd: str, ctx: Context[Any, Any], envs: dict[str, str] | None = None, cwd: str | None = None
     ) -> dict[str, Any]:
-        """Run a shell command in the session's sandbox."""
+        """Run a shell command in the MCP session's sandbox."""
         box = await self._box(ctx, "run_command")
         limit_s = float(self.headers[-1].get("x-execution-timeout", 60))
         status, out, err = await box.run(["bash", "-c", cmd], timeout_s=limit_s, env=envs)
@@ -140,7 +140,7 @@ class McpStub:
 
 
 class _Door:
-    """In front of the server: refuses requests without the key, and fails as told (call `post`: within a session)."""
+    """Wraps the server: refuses requests without the key, and injects faults (call `post`: within an MCP session)."""
 
     def __init__(self, app: ASGIApp, faults: Faults, calls: list[tuple[str, frozenset[str]]]) -> None:
         self._app = app
@@ -190,7 +190,7 @@ class _Door:
 
 
 def _without_the_end(send: Send) -> Send:
-    """Passes the head of an answer on and breaks off where its body begins."""
+    """Return a `send` that passes on the head of an answer and fails where its body begins."""
 
     async def cut(message: Message) -> None:
         if message["type"] == "http.response.body":

@@ -1,4 +1,4 @@
-"""An OpenEnv server on loopback, protocol of 0.2: a walk to the place of the seed, or a tool of MCP's form."""
+"""An OpenEnv server on loopback, protocol 0.2: a walk to the place that the seed chooses, or a tool in MCP's form."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOVE = {
     "properties": {"to": {"type": "integer"}, "metadata": {"type": "object"}},
     "required": ["to"],
 }
-"""Schema of the walk's action. To 911 it ends the session, and below 0 there is no way."""
+"""Schema of the walk's action. A move to 911 ends the session; places below 0 don't exist."""
 SAYING = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
-"""Schema of one whose action is a text: the place as digits."""
+"""Schema of an action that is a text: the place as digits."""
 _ECHO = {"name": "echo", "description": "Echoes.", "input_schema": {"type": "object", "properties": {"text": {}}}}
 
 
@@ -27,8 +27,8 @@ class OpenEnvStub(StubServer):
     """See the module.
 
     Args:
-        schema: what GET /schema answers.
-        max_sessions: sessions at once.
+        schema: answer of GET /schema.
+        max_sessions: sessions that it serves at once.
     """
 
     def __init__(self, schema: Any, *, max_sessions: int = 99) -> None:

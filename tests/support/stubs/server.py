@@ -26,11 +26,11 @@ class StubServer:
         self.app = web.Application(client_max_size=64 << 20)
 
     def fail(self, request: web.Request, status: int, message: str, **headers: str) -> web.Response:
-        """An error answer, in this service's form."""
+        """Return an error answer in this service's form."""
         return web.json_response({"code": status, "message": message}, status=status, headers=headers)
 
     def wrap(self, call: str, kinds: tuple[str, ...], handler: Handler) -> Handler:
-        """A handler that fails as `faults` says."""
+        """Return a handler that fails as `faults` chooses."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             self.requests = [*self.requests[-999:], f"{request.method} {request.path}"]

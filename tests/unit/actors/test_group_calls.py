@@ -30,16 +30,21 @@ class Server:
     async def generate_many(self, requests: Sequence[Any]) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
         self.calls.append([request[0] for request in requests])
         self.cohort_sizes += [request[4] for request in requests]
-        async for batch in as_they_end([self._one(request) for request in requests]):
+        # One after another: a request ends when the answer to the one before it has been taken.
+        turns = [asyncio.Event() for _ in requests]
+        turns[0].set()
+        async for batch in as_they_end([self._one(*each) for each in zip(requests, turns, strict=True)]):
             yield [pair for pair in batch if pair[0] != self._forgets]
             if self._dies:
                 raise EngineDeadError("its process is gone")
+            for place, _ in batch:
+                turns[min(place + 1, len(turns) - 1)].set()
 
-    async def _one(self, request: Any) -> Completion:
+    async def _one(self, request: Any, turn: asyncio.Event) -> Completion:
         request_id, prompt_ids, _, version, _ = request
         assert prompt_ids.dtype == np.int32
         index = request_id.trajectory
-        await asyncio.sleep(0.001 * index)
+        await turn.wait()
         if index == 2:
             raise StaleVersionError(f"{request_id} needs {version}")
         return Completion(
@@ -88,7 +93,7 @@ async def test_each_request_has_its_deadline() -> None:
     class Silent(Server):
         request_timeout_s = 0.05
 
-        async def _one(self, request: Any) -> Completion:
+        async def _one(self, request: Any, turn: asyncio.Event) -> Completion:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -68,7 +68,7 @@ def test_every_kind_is_found_by_name_where_names_that_ship_are() -> None:
     settings = {
         "tracking": {"trackers": ["jsonl", "lines"]},
         "algorithm": {"adv_estimator": "plain", "policy_loss": "reinforce"},
-        "agent": {"task_agent": "doubting"},
+        "agent": {"name": "doubting"},
         "tasks": ["double"],
     }
     assert rayapp.load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

@@ -62,7 +62,7 @@ def worth(*values: float) -> list[Reward]:
 def save(folder: Path, steps: dict[int, list[Group]], **config: Any) -> Path:
     sections = {
         "run": {"name": folder.name, "output_dir": str(folder.parent)},
-        "data": {"train_files": ["gone.parquet"]},
+        "tasks": ["gone.parquet"],
     }
     (folder / "trajectories").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(sections | config))

@@ -33,7 +33,7 @@ def message(*overrides: str, path: Path | None = None) -> str:
 def test_shipped_config_loads_with_its_tasks_or_data(path: Path) -> None:
     config = load_config(path)
 
-    assert config.data.train_files or load_tasks(config.tasks)
+    assert config.uses_data or load_tasks(config.tasks)
 
 
 def test_there_are_shipped_configs() -> None:

@@ -107,9 +107,8 @@ def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
     config = imported(seed_yaml).config
 
     assert config.model.path == "/var/model/Qwen2.5-3B-Instruct"
-    assert config.data.train_files == ("/var/model-dataset/processed-gsm8k/train20.parquet",)
-    assert config.data.eval_files == ("/var/model-dataset/processed-gsm8k/test100.parquet",)
-    assert config.tasks == ()
+    assert config.tasks == ("/var/model-dataset/processed-gsm8k/train20.parquet",)
+    assert config.eval.tasks == ("/var/model-dataset/processed-gsm8k/test100.parquet",)
     assert (config.rollout.group_size, config.train.groups_per_step) == (16, 16)
     assert config.train.num_minibatches == 2  # 16 prompts in mini-batches of 8
     assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 1024)
@@ -130,7 +129,7 @@ def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_
 
     assert config.tracking.trackers == ("console", "mlflow", "jsonl")
     assert config.tracking.trace_ratio == 1.0
-    assert config.agent.default_agent == "single_turn_agent"
+    assert config.agent.name == "single_turn_agent"
 
 
 def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> None:
@@ -332,7 +331,7 @@ def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
 
 def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
     required = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.name=vllm"]
-    named = ["data.train_files=/a", "data.val_files=/b", "actor_rollout_ref.model.path=/m"]
+    named = ["data.train_files=/a.parquet", "data.val_files=/b.parquet", "actor_rollout_ref.model.path=/m"]
     steps = ["trainer.total_training_steps=3", "trainer.logger=[console]"]
 
     rows = import_verl(verls_own_file(), [*required, *named, *steps]).rows
@@ -378,7 +377,7 @@ def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFix
     assert run(["config", "import-verl", *shlex.split(SCRIPT)]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
 
-    assert config["data"]["train_files"] == ["/data/train.parquet"]
+    assert config["tasks"] == ["/data/train.parquet"]
     assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
     assert run(["train", "--verl", "algorithm.adv_estimator=grpo"]) == 2
     assert "data.train_files is not set" in capsys.readouterr().err

@@ -178,7 +178,7 @@ def test_verls_own_files_are_taken(name: str) -> None:
             "actor_rollout_ref.rollout.n=8",
             "actor_rollout_ref.rollout.name=vllm",
             "actor_rollout_ref.model.path=m",
-            "data.train_files=a",
+            "data.train_files=a.parquet",
             "trainer.total_training_steps=3",
         ],
     )

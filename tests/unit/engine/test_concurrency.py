@@ -107,11 +107,11 @@ async def test_the_oldest_group_passes_first() -> None:
     gate, passed = Gate(ConcurrencyLimit(ceiling=1, start=1)), []
 
     async def one(group: int) -> None:
-        async with gate.seat((group,)):
+        async with gate.enter((group,)):
             passed.append(group)
             await asyncio.sleep(0)
 
-    async with gate.seat((0,)):
+    async with gate.enter((0,)):
         waiting = [asyncio.create_task(one(group)) for group in (9, 3, 7)]
         await asyncio.sleep(0)
         assert gate.num_waiting == 3
@@ -123,7 +123,7 @@ async def test_a_cohort_passes_whole_and_what_follows_shares_its_room() -> None:
     gate = Gate(ConcurrencyLimit(ceiling=8, start=2))
     with gate.passing(), gate.passing(), gate.passing():
         # Three ran at once, so three may: the next waits for one of them.
-        late = asyncio.create_task(gate.seat((1,)).__aenter__())
+        late = asyncio.create_task(gate.enter((1,)).__aenter__())
         await asyncio.sleep(0)
         assert gate.num_waiting == 1
     async with asyncio.timeout(5):
@@ -135,7 +135,7 @@ async def test_a_cancelled_request_gives_its_room_and_its_place_back() -> None:
     gate = Gate(ConcurrencyLimit(ceiling=1, start=1))
 
     async def hold(started: asyncio.Event) -> None:
-        async with gate.seat((0,)):
+        async with gate.enter((0,)):
             started.set()
             await asyncio.Event().wait()
 
@@ -147,7 +147,7 @@ async def test_a_cancelled_request_gives_its_room_and_its_place_back() -> None:
     for task in (queued, holder):
         task.cancel()
     await asyncio.gather(queued, holder, return_exceptions=True)
-    async with asyncio.timeout(5), gate.seat((1,)):
+    async with asyncio.timeout(5), gate.enter((1,)):
         assert gate.num_waiting == 0
 
 
@@ -165,7 +165,7 @@ async def test_whatever_the_capacity_every_request_passes(
 
     async def one(index: int) -> None:
         nonlocal running
-        async with gate.seat((index,)):
+        async with gate.enter((index,)):
             running += 1
             assert running <= ceiling
             try:

@@ -363,7 +363,7 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:
         game = bench(openenv(url, text_field="message"))
-        game.config = Config.model_validate({"agent": {"task_agent": "tool_agent", "tool_file": "mine.yaml"}})
+        game.config = Config.model_validate({"agent": {"name": "tool_agent", "tool_file": "mine.yaml"}})
         with pytest.raises(ConfigError, match=r"every turn is an action: it can't call the tools of .* mine.yaml"):
             await game.group()
 
@@ -562,7 +562,7 @@ def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_k
     worker.kill()
     worker.communicate()
 
-    assert len(started) == 3  # the keeper, the environment, and what that started
+    assert len(started) == 3  # the supervisor, the environment, and what that started
     deadline = time.monotonic() + 20
     while any(map(lives, started)):
         assert time.monotonic() < deadline

@@ -105,8 +105,7 @@ class Bench:
     ) -> AsyncIterator[ExternalAgent]:
         given = {"entry": "tests:unused"} if entry is not None else {}
         section = {
-            "default_agent": "external_agent",
-            "task_agent": "external_agent",
+            "name": "external_agent",
             "max_assistant_turns": max_turns,
             "external": {**given, **external},
         }
@@ -146,7 +145,7 @@ class Bench:
 def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
     def make(*turns: str) -> Bench:
         def script(request_id: RequestId, ids: Sequence[int]) -> str:
-            # Turn 0 is the seat in the cohort, which nobody reads.
+            # Turn 0 takes the place in the cohort; its completion is not used.
             number = request_id.turn
             return turns[min(number, len(turns)) - 1] if number else "unread"
 
@@ -406,7 +405,7 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
 
 
 class Fails:
-    """An engine that serves the seat and then fails."""
+    """An engine that serves turn 0 and then fails."""
 
     def __init__(self, error: EngineError) -> None:
         self.error = error
@@ -463,36 +462,36 @@ def test_arguments_are_filled_in_once() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"agent": {"task_agent": "external_agent"}}, "neither a command nor an entry"),
+        ({"agent": {"name": "external_agent"}}, "neither a command nor an entry"),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
+            {"agent": {"name": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
             "both a command and an entry",
         ),
-        ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent, which doesn't use it"),
+        ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"entry": "a:b", "inside": True}}},
+            {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
             "a function runs in the rollout worker, and only a command can run in a sandbox",
         ),
         (
             {
-                "agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}},
+                "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
             "sandboxes of fake have no way to the policy; those of local, e2b and daytona have",
         ),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
+            {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
             "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
         ),
         (
             {
-                "agent": {"task_agent": "external_agent", "external": {"command": ["a"]}},
+                "agent": {"name": "external_agent", "external": {"command": ["a"]}},
                 "learner": {"share_prefixes": False},
             },
             "whose trajectories may fork, and learner.share_prefixes is false",
         ),
         (
-            {"agent": {"task_agent": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
+            {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
             "an external agent brings tools of its own",
         ),
     ],
@@ -514,13 +513,13 @@ def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: s
 async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
     external: dict[str, Any], problem: str
 ) -> None:
-    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": external}})
+    config = Config.model_validate({"agent": {"name": "external_agent", "external": external}})
     with pytest.raises(ConfigError, match=problem):
         await ExternalAgent.open(config)
 
 
 def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
-    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": {"entry": "a:b"}}})
+    config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config, formats, None)
 
@@ -798,7 +797,7 @@ async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever
             section = {"timeout_s": 60.0, "inside": is_inside, **external}
             values = {
                 "model": {"path": str(tmp_path / "model")},
-                "agent": {"task_agent": "external_agent", "chat_template": "chatml_hermes", "external": section},
+                "agent": {"name": "external_agent", "chat_template": "chatml_hermes", "external": section},
                 "rollout": {"max_completion_tokens": 4000},
             }
             agent = await ExternalAgent.open(Config.model_validate(values), sandboxes)

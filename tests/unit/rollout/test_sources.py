@@ -220,7 +220,7 @@ def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: P
 def test_a_mistake_in_a_source_is_told_with_its_name(tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> None:
     sources = [
         {"name": "fine", "tasks": letter_tasks[:1]},
-        {"name": "rows", "data": {"train_files": [str(tmp_path / "gone.parquet")]}},
+        {"name": "rows", "tasks": [str(tmp_path / "gone.parquet")]},
     ]
     config = config_of(tiny_model, *sources)
 
@@ -229,18 +229,18 @@ def test_a_mistake_in_a_source_is_told_with_its_name(tiny_model: Path, letter_ta
 
 
 def test_a_source_without_rows_to_train_on_is_refused_for_training(tiny_model: Path, tmp_path: Path) -> None:
-    sources = [{"name": "rows", "data": {"eval_files": [str(tmp_path / "a.parquet")]}}]
+    sources = [{"name": "rows", "eval": {"tasks": [str(tmp_path / "a.parquet")]}}]
     config = config_of(tiny_model, *sources)
 
-    with pytest.raises(InputError, match=r"^source rows: data\.train_files is empty"):
+    with pytest.raises(InputError, match=r"^source rows: tasks is empty"):
         check_inputs(config, training=True)
 
 
 def test_an_evaluation_without_anything_to_evaluate_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    sources = [{"name": "rows", "data": {"train_files": [str(tmp_path / "a.parquet")]}}]
+    sources = [{"name": "rows", "tasks": [str(tmp_path / "a.parquet")]}]
     config = config_of(tiny_model, *sources)
 
-    with pytest.raises(InputError, match=r"data\.eval_files is empty, and this is an evaluation"):
+    with pytest.raises(InputError, match=r"eval\.tasks is empty, and this is an evaluation"):
         check_inputs(config, training=False)
 
 

@@ -152,7 +152,7 @@ def config_of(*overrides: str) -> Config:
     return load_config(
         None,
         [
-            "agent.task_agent=tool_agent",
+            "agent.name=tool_agent",
             "rollout.max_prompt_tokens=100",
             "rollout.max_completion_tokens=100",
             *overrides,
@@ -477,8 +477,8 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
 
 
 def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() -> None:
-    assert load_config(None, []).default_agent == "single_turn_agent"
-    assert load_config(None, ["agent.task_agent=tool_agent"]).default_agent == "tool_agent"
+    assert load_config(None, []).agent_name == "single_turn_agent"
+    assert load_config(None, ["agent.name=tool_agent"]).agent_name == "tool_agent"
     with pytest.raises(ConfigError, match="tasks are played in one turn, without tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
 

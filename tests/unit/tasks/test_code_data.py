@@ -180,7 +180,7 @@ def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
     config = tmp_path / "run.yaml"
     # HumanEval's longest prompts are beyond these tokens: told before anything starts, so the benchmark was read.
     config.write_text(
-        f"model: {{path: {tiny_model}}}\ndata: {{eval_files: [none.parquet]}}\n"
+        f"model: {{path: {tiny_model}}}\neval: {{tasks: [none.parquet]}}\n"
         "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
     )
 

@@ -73,7 +73,7 @@ def desk(tmp_path: Path) -> Any:
             config = Config.model_validate(
                 {
                     "run": {"output_dir": str(tmp_path)},
-                    "data": {"train_files": ["rows.parquet"]},
+                    "tasks": ["rows.parquet"],
                     "judges": [section | judge],
                     "reward": {"judges": {"quality": weight}, "verdict_weight": verdict_weight},
                 }
@@ -323,7 +323,7 @@ async def test_after_retry_after_nobody_of_the_process_asks_before_its_time(desk
 
 
 async def test_a_server_that_asks_for_an_hour_is_waited_for_no_longer_than_for_an_answer(desk: Any) -> None:
-    async with desk(timeout_s=0.2) as at:
+    async with desk(timeout_s=2.0) as at:
         at.stub.failures.append((429, "slowly", {"Retry-After": "3600"}))
         async with asyncio.timeout(30):
             assert (await at.score("abc")).valid
@@ -462,7 +462,7 @@ def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start
     ]
     file = str(tmp_path / "rows.parquet")
     pq.write_table(pa.Table.from_pylist(rows), file)
-    section = judged(reference=True) | {"tasks": [], "data": {"train_files": [file]}}
+    section = judged(reference=True) | {"tasks": [file]}
 
     with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has over 65,536 characters"):
         check_data(Config.model_validate(section), [file])
@@ -530,7 +530,7 @@ def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
     from rayapp.rollout.sources import answer_rewards
     from rayapp.tasks.answers import Answer, score_answer
 
-    data = {"data": {"train_files": ["rows.parquet"]}}
+    data = {"tasks": ["rows.parquet"]}
     alone = judged() | {"reward": {"judges": {"q": 1.0}, "verdict_weight": 0.0}} | data
     beside = judged() | data
     answer = Answer(completion_text="x", data_source="essays", ground_truth="", extra_info={})

@@ -293,7 +293,7 @@ def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
 ) -> None:
     trusted(folder)
     change(folder)
-    config = {"tasks": [f"{folder}?trust_test_scripts=true"], "agent": {"task_agent": "tool_agent"}}
+    config = {"tasks": [f"{folder}?trust_test_scripts=true"], "agent": {"name": "tool_agent"}}
 
     with pytest.raises(ConfigError, match=f"task mine needs sandboxes of .*{why}.*local provider"):
         check_tasks(Config.model_validate(config), training=True, has_tokenizer=False)
@@ -435,7 +435,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
     (folder / "environment" / "Dockerfile").write_text("FROM python:3-slim\nRUN pip install numpy\n")
 
     def config(*providers: dict[str, object]) -> Config:
-        agent = {"task_agent": "tool_agent"}
+        agent = {"name": "tool_agent"}
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
@@ -456,7 +456,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
 def test_one_answer_can_not_play_a_repository(folder: Path) -> None:
     task = load_repository(folder, "mine")
 
-    with pytest.raises(InputError, match="task_agent to tool_agent"):
+    with pytest.raises(InputError, match=r"agent\.name to tool_agent"):
         task.render(None)  # type: ignore[arg-type]
 
 

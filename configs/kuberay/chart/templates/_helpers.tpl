@@ -68,13 +68,13 @@ app.kubernetes.io/part-of: rayapp
 {{- if eq $volume.kind "claim" -}}{{ $volume.claimName }}{{- else -}}{{ printf "%s-%s" .root.Release.Name .name }}{{- end -}}
 {{- end -}}
 
-{{/* Where the dataset Job writes. A bucket is written by its own API: what mounts it as a folder has no links and no renames. */}}
+{{/* Folder or URL that the dataset Job writes to. A bucket is written through its own API: mounted as a folder it has no links and no renames. */}}
 {{- define "rayapp.dataTarget" -}}
 {{- $volume := .Values.storage.data -}}
 {{- if has $volume.kind (list "ossfs" "s3") -}}{{ printf "s3://%s/%s" $volume.bucket (trimAll "/" $volume.path) | trimSuffix "/" }}{{- else -}}{{ $volume.mountPath }}{{- end -}}
 {{- end -}}
 
-{{/* One environment variable from the run's Secret, where that has the key. Argument: dict with root, name, key. */}}
+{{/* One environment variable from the run's Secret, if the Secret has the key. Argument: dict with root, name, key. */}}
 {{- define "rayapp.secretEnv" -}}
 - name: {{ .name }}
   valueFrom:
@@ -84,7 +84,7 @@ app.kubernetes.io/part-of: rayapp
       optional: true
 {{- end -}}
 
-{{/* GPUs that the run finds once every pod is there. */}}
+{{/* Number of GPUs once every pod runs. */}}
 {{- define "rayapp.gpus" -}}
 {{- if eq .Values.layout "single-node" -}}{{ .Values.head.gpus }}{{- else -}}{{ mul .Values.workers.replicas .Values.workers.gpus }}{{- end -}}
 {{- end -}}
@@ -123,11 +123,11 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   securityContext:
-    # The image's user, which must be able to write the run folder.
+    # The image's user; it must be able to write the run folder.
     runAsNonRoot: true
     fsGroup: 10001
     fsGroupChangePolicy: OnRootMismatch
-  # The run calls no Kubernetes API, and model-written code may run in these pods. Autoscaling needs it in the head.
+  # No token: the run calls no Kubernetes API, and model-written code may run in these pods. Autoscaling needs one in the head.
   automountServiceAccountToken: {{ and $values.autoscaling.enabled (eq .group "head") }}
   containers:
     # Ray's container must be the first.
@@ -167,7 +167,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            # A pod that is evicted or preempted: the run saves a checkpoint and gives its sandboxes back first.
+            # When the pod is evicted or preempted, the run first saves a checkpoint and releases its sandboxes.
             command: [python, -m, rayapp, stop, --all, --address, "http://127.0.0.1:8265", --timeout-s, {{ $values.run.stopGraceSeconds | quote }}]
       {{- else }}
       ports:

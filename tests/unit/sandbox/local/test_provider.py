@@ -122,6 +122,13 @@ async def test_a_fork_by_the_code_itself_has_a_seed_of_its_own(sandbox: LocalSan
     assert [call.value for call in report.calls] == [False]
 
 
+async def begun(sandbox: LocalSandbox) -> None:
+    """Return when the sandbox has a job whose answer is awaited."""
+    async with asyncio.timeout(30):
+        while sandbox.slot._pending is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def children_of(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -173,22 +180,23 @@ async def test_beside_an_execution_lives_nothing_but_the_child_that_waits_for_th
     thread = "threading.Thread(target=time.sleep, args=(60,)).start()"
     code = f"import subprocess, threading, time\ndef f():\n    {daemon}\n    {thread}"
     await sandbox.call_function("def f(): return 1", "f", [[]], timeout_s=5)
-    template = template_of(sandbox)
+    code_that_stays = "import time\ndef f(): time.sleep(60)"
+    template, expected = template_of(sandbox), 2 if in_namespaces else 1
 
     for _ in range(5):
         # when: one execution follows another that left something
         left = await sandbox.call_function(code, "f", [[]], timeout_s=5)
-        running = asyncio.create_task(
-            sandbox.call_function("import time\ndef f(): time.sleep(0.2)", "f", [[]], timeout_s=5)
-        )
-        most = 0
-        while not running.done():
-            await asyncio.sleep(0.01)
-            most = max(most, len(descendants_of(template)))
+        running = asyncio.create_task(sandbox.call_function(code_that_stays, "f", [[]], timeout_s=60))
+        async with asyncio.timeout(30):
+            while len(descendants_of(template)) < expected:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # any process too many would be there all along
 
         # then
         assert left.exec.ok, left
-        assert most == (2 if in_namespaces else 1)
+        assert len(descendants_of(template)) == expected
+        running.cancel()
+        await asyncio.wait({running})
 
 
 async def test_a_child_that_was_forked_before_meets_nothing_of_what_ran_since(provider: LocalProvider) -> None:
@@ -496,7 +504,7 @@ async def test_a_connection_that_nobody_accepted_ends_with_its_sandbox() -> None
 
 async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
     running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
-    await asyncio.sleep(0.2)  # any moment will do
+    await begun(sandbox)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -527,7 +535,7 @@ async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sand
 async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:
     sandbox = await new(provider)
     running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
-    await asyncio.sleep(0.2)
+    await begun(sandbox)
 
     async with asyncio.timeout(10):
         await sandbox.kill()
@@ -659,7 +667,7 @@ async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProv
 async def test_a_zygote_that_dies_is_a_gone_sandbox_and_the_next_one_is_new(provider: LocalProvider) -> None:
     sandbox = await new(provider)
     running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
-    await asyncio.sleep(0.2)
+    await begun(sandbox)
     sandbox.slot.close()
 
     with pytest.raises(SandboxGoneError):
