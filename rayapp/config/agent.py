@@ -88,6 +88,9 @@ class AgentSection(FrozenModel):
     calls in the model's chat template, trying those of its family first (docs/models.md)."""
     chat_template: str = ""
     """Chat template to use if the model's own doesn't support tools: a .jinja file, or the shipped chatml_hermes."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - pydantic copies it
+    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training, evaluation and
+    `rayapp serve`."""
     max_assistant_turns: int = Field(5, ge=1)
     """Maximum assistant turns. Tool calls in the last turn are not run, unless one of them submits the answer."""
     max_calls_per_turn: int = Field(8, ge=1)

@@ -146,6 +146,13 @@ class RolloutCorrectionSection(FrozenModel):
     """Granularity of the importance weights. none: measure the difference but don't correct it."""
     threshold: float = Field(2.0, gt=1.0)
     """Importance weights above this are truncated to it (TIS)."""
+    min_weight: float | None = Field(None, gt=0.0, lt=1.0)
+    """Weights below this and above `threshold` are set to 0 instead of being truncated (IcePop). None: truncate."""
+
+    @property
+    def bounds(self) -> float | str:
+        """Threshold in verl's notation: a number truncates, `lower_upper` sets weights outside to 0."""
+        return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
 class KlInRewardSection(FrozenModel):
@@ -173,6 +180,9 @@ class DynamicSamplingSection(FrozenModel):
     max_dropped_per_step: int = Field(8, ge=1)
     """Most groups to replace per step. Further ones are kept, so that a step ends even if all or no prompts are
     solved."""
+    metric: str = ""
+    """Reward term to compare within a group, e.g. score or acc (verl's filter_groups.metric). Empty: the reward, length
+    penalty included. If a reward function returns only a number, acc is its score."""
 
 
 class CurriculumSection(FrozenModel):
@@ -223,8 +233,9 @@ class AlgorithmSection(FrozenModel):
     """Dual clip: bound of the loss for negative advantages."""
     kl_loss_coef: float = Field(0.0, ge=0.0)
     """Weight of the KL loss to the frozen reference model. 0: no reference is loaded."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "low_var_kl+", "abs+"] = "k3"
+    """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3; abs is the absolute
+    log-ratio. With a `+`, the gradient is that of k2, which is unbiased."""
     kl_in_reward: KlInRewardSection = KlInRewardSection()
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the entropy bonus. Entropy is measured every step, also at 0."""

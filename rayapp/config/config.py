@@ -216,7 +216,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
-        models["teacher"] = with_values(config, model={"path": section.teacher})
+        models["teacher"] = with_values(config, model={"path": section.teacher, "max_position_embeddings": None})
     return models
 
 
@@ -232,7 +232,7 @@ def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool 
 def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, to check and plan that model as one."""
     own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
-    return with_values(config, model={"path": server.path}, server=own)
+    return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 
 def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:

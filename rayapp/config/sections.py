@@ -65,6 +65,9 @@ class ModelSection(FrozenModel):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. It has access to your credentials: leave it off for models you don't
     trust."""
+    max_position_embeddings: int | None = Field(None, ge=1)
+    """Longest sequence of the model in tokens, in place of its config.json's. None: as in config.json. Longer sequences
+    than those it was trained on cost quality."""
 
 
 class RolloutSection(FrozenModel):
@@ -229,6 +232,11 @@ class EvalSection(FrozenModel):
     """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)
     """Sampling temperature of evaluations; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Evaluations sample from the most likely tokens that together have this probability. 1: from all. Training always
+    samples from all."""
+    top_k: int = Field(0, ge=0)
+    """Evaluations sample from this many most likely tokens. 0: from all."""
 
 
 class ClusterSection(FrozenModel):

@@ -1,4 +1,4 @@
-"""Where the token of the Ray that a run starts is kept: for its user alone, or a message before Ray is started."""
+"""The token of a Ray that a run starts: readable only by its user, or an error before Ray is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that is new, in an environment that says nothing of tokens."""
+    """A new home folder, in an environment without settings for tokens."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""What the functions of the library take becomes the configuration that the command line would make."""
+"""Arguments of the library's functions become the configuration that the command line would make."""
 
 from __future__ import annotations
 

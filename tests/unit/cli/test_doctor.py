@@ -1,4 +1,4 @@
-"""What the doctor finds wrong with a config on this machine."""
+"""Problems that the doctor finds with a config on this machine."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ ROW = {
 
 
 def problems_of(tiny_model: Path, **sections: object) -> dict[str, str]:
-    """Of a run with a model that is whole."""
+    """Return the problems of a run whose model is complete."""
     short = {"rollout": {"max_prompt_tokens": 100, "max_completion_tokens": 100}}
     found = problems({"cluster": {"device": "cpu"}, "model": {"path": str(tiny_model)}, **short, **sections})
     return {what: finding.detail for what, finding in found.items()}

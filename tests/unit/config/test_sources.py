@@ -1,4 +1,5 @@
-"""The list `sources`: what a source leaves out is the run's, and what it can't have is refused with the way out."""
+"""The list `sources`: a source inherits the keys that it omits, and keys that it can't have are refused with the way
+out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch scripts and commands of verl: read, never run, and taken or refused in one message."""
+"""verl's launch scripts and commands are read, never run, and imported or refused with one message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = {
     "v_rollout_correction__run_qwen2_5_7b_fsdp": "a group needs at least 2",
     "v_rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": "a group needs at least 2",
 }
-"""Commands that can't be taken, with their reason: 23 of 29 are."""
+"""Commands that can't be imported, with the reason: 23 of 29 can be."""
 
 SCRIPT = r"""#!/usr/bin/env bash
 # don't mind the apostrophe

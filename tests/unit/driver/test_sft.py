@@ -1,4 +1,4 @@
-"""Which rows a supervised step takes, and what the run of the supervised steps is."""
+"""The rows of a supervised step, and the run of the supervised steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan: its arithmetic by hand, and what autograd and the optimizer really hold on a CPU."""
+"""The memory plan: its arithmetic by hand, and the bytes that autograd and the optimizer really hold on a CPU."""
 
 from __future__ import annotations
 

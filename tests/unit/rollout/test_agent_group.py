@@ -215,7 +215,7 @@ async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer:
     _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine, deadline_s=2.0)
 
     assert summary.failure_kinds == ("", "deadline", "")
-    # The one that hangs asked for its first turn: nobody asks in its stead.
+    # The hanging one requested its first turn: no other request is made for it.
     assert engine.asked.count(RequestId("group", 7, 1, turn=0)) == 1
 
 

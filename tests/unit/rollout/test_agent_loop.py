@@ -1,4 +1,4 @@
-"""The agent loop with a scripted policy and small tools: what is sampled, what is masked, and what goes wrong."""
+"""The agent loop with a scripted policy and small tools: sampled tokens, masked tokens, and failures."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(
     scripted = bench.engine(lambda request_id, prompt_ids: next(said))
 
     class Routing:
-        """Chooses the number of the turn."""
+        """Routes each token to the expert with the number of its turn."""
 
         async def generate(
             self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams

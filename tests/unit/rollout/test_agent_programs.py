@@ -1,7 +1,7 @@
 """Agents as other people publish them, on a scripted policy: mini-swe-agent from PyPI and Codex from npm.
 
-They don't fit this project's lock (mini-swe-agent brings an older openai) or are no Python, so each is looked for on
-PATH, and its test is left out where it isn't installed.
+They conflict with this project's lock (mini-swe-agent needs an older openai) or are not Python, so each test looks for
+its agent on PATH, and is skipped if it isn't installed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: 
         call("bash", command="echo hello > solution.py"),
         call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat solution.py"),
     ]
-    # What the policy writes is this file's: it may run here.
+    # The policy's text comes from this file, so it may run here.
     here = {"--environment-class=docker": "--environment-class=local"}
     of_docker = (
         "--config=environment.image=python:3.12-slim",

@@ -1,4 +1,4 @@
-"""External agents: real programs and functions that ask a scripted policy over HTTP, from the task to the verdict."""
+"""External agents: real programs and functions that call a scripted policy over HTTP, from the task to the verdict."""
 
 from __future__ import annotations
 
@@ -552,7 +552,7 @@ INSIDE = textwrap.dedent(
 async def inside(
     bench: Bench, text: str, *, config: SandboxConfig | None = None, **external: Any
 ) -> AsyncIterator[tuple[ExternalAgent, Any]]:
-    """An agent whose program runs in sandboxes, the local provider's if no other is named, and these."""
+    """An agent whose program runs in a sandbox, by default the local provider's."""
     given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
     files = {"agent.py": INSIDE + textwrap.dedent(text)}
     async with (

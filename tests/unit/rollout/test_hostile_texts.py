@@ -1,4 +1,4 @@
-"""Whatever a policy and its tools write, from the turn to the page: nothing raises, nothing holds the event loop."""
+"""Hostile texts of a policy and its tools, from the turn to the page: none raises or blocks the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.hermes import HermesParser
 from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.2
-"""Of processor time, for which one text may keep all other trajectories of a worker waiting."""
+"""Processor time for which one text may block all other trajectories of a worker."""
 PIECES = [
     *("<tool_call>", "</tool_call>", '<tool_call>{"name": "say", "arguments": {"text": ', "}}</tool_call>", "<think>"),
     *("</think>", "</tool_response>", "<|im_end|>", "<|im_start|>user\n", "```python\n", "```", "~~~", "`", " ", "\n"),
@@ -92,7 +92,7 @@ TASK = CodingTask(
 
 
 class Say(ToolBase):
-    """Returns a text of somebody else's."""
+    """Returns a text from outside."""
 
     schema = ToolSchema(
         name="say",
@@ -110,7 +110,7 @@ class Say(ToolBase):
 
 
 class NoSandboxes:
-    """Every sandbox is gone: what runs is not the subject, what reads the text before it is."""
+    """Every sandbox is gone: the code that reads the text runs before any code runs."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> Self:
         return self
@@ -141,7 +141,7 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
 
 
 def shown(folder: Path, tokenizer: Any) -> str:
-    """All that the page asks for, as it is sent."""
+    """Return everything that the page requests, as it is sent."""
     index = GroupIndex(open_source(str(folder)))
     while index.refresh():
         pass

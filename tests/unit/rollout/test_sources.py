@@ -1,4 +1,4 @@
-"""Several sources in one run: whose turn it is follows from seed and id alone, and one source is as it always was."""
+"""Several sources in one run: the order follows from seed and id alone, and a single source is as it always was."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: P
     history.end_step()
 
     later = [history.drawn(request(group_id)).source for group_id in range(1000)]
-    assert later.count(0) < 500  # what is always solved comes less often
+    assert later.count(0) < 500  # a source that is always solved is drawn less often
     assert [history.drawn(request(group_id)).source for group_id in range(1000)] == later
 
 

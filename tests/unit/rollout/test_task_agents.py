@@ -93,7 +93,7 @@ class Bench:
         tool_file: str = "",
         deadline_s: float = 60.0,
     ) -> Played:
-        """A group of a task, by the path that a rollout worker takes, from the loaded task on."""
+        """Return a played group of a task, by the path that a rollout worker takes."""
         say = script if callable(script) else lambda trajectory, turn: script[turn]
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
@@ -131,7 +131,7 @@ class Bench:
 
 @pytest.fixture
 def opened(chat_tokenizer: Any) -> Callable[..., Any]:
-    """A bench on sandboxes of this provider, the node's own unless said otherwise."""
+    """Return a bench on sandboxes of this provider, by default the local one."""
 
     @asynccontextmanager
     async def open_bench(provider: SandboxProvider | None = None) -> AsyncIterator[Bench]:
@@ -245,7 +245,7 @@ async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_
 
         @dataclass
         class Meeting:
-            """Hands sandboxes out once two are held side by side."""
+            """Lends sandboxes once two callers hold one at the same time."""
 
             num: int = 0
 

@@ -1,4 +1,4 @@
-"""Whatever code of others raises or returns costs its own trajectory: the rest of the group keeps its rewards."""
+"""Whatever foreign code raises or returns costs only its own trajectory: the rest of the group keeps its rewards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from support.hermes import HermesParser
 
 
 class Unreadable:
-    """A number that raises when it is read, and can't be shown."""
+    """A number that raises when it is read or shown."""
 
     def __float__(self) -> float:
         raise RuntimeError("no")
@@ -218,7 +218,7 @@ class Bench:
         return self.row(AnswerRewards(weights=Weights(tool=1.0, tool_verdict=1.0)), Hostile(act, where))
 
     async def player(self, act: Act) -> Assignment:
-        """A plug-in that plays with the process's loop, and is hostile where the policy said "bad"."""
+        """A plug-in that plays with the process's loop, and is hostile if the policy said "bad"."""
         loop = self.loop(Hostile(raising(KeyError()), "nowhere"))
 
         async def play(**asked: Any) -> Any:
@@ -285,7 +285,7 @@ KINDS: dict[str, Callable[[Bench, Act], Any]] = {
     "environment verdict": partial(Bench.environment, where="verdict"),
 }
 GIVES_TEXT = {"tool call", "tool wait", "tool release", "environment call"}
-"""Where the hostile thing is a tool's result, which the policy reads: its trajectory may stay valid."""
+"""Cases in which the hostile value is a tool's result, which the policy reads: the trajectory may stay valid."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Training data: which rows come, in which order, and what is said about files and rows that can't be used."""
+"""Training data: which rows come, in which order, and errors about files and rows that can't be used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Judges as rewards, over real HTTP: what they say becomes a reward, what fails becomes none, and nobody gives them
-orders but us."""
+"""Judges as rewards, over real HTTP: answers become rewards, failures don't, and only we give them orders."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def length(text: str) -> float:
 
 @dataclass
 class Desk:
-    """A judge that is served, and what asks it."""
+    """A judge that is served, and its client."""
 
     stub: JudgeStub
     judges: Judges
@@ -417,7 +416,7 @@ async def test_a_key_that_is_not_set_is_told_by_the_name_of_its_variable(desk: A
             pass
 
 
-# Answers that are kept
+# --- kept answers
 
 
 async def test_the_same_question_is_paid_once_by_any_process_and_another_one_again(desk: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tasks from names, YAML and Python files, and what is said when one can't be used."""
+"""Tasks from names, YAML and Python files, and errors about unusable ones."""
 
 from __future__ import annotations
 

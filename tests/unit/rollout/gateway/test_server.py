@@ -1,4 +1,4 @@
-"""The gateway over HTTP, asked by the real SDKs: what they send is served, and what they get they can read."""
+"""The gateway over HTTP with the real SDKs: it serves their requests, and they can read its replies."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ async def test_a_body_that_is_nonsense_or_too_large_is_refused_and_the_session_g
 
 
 class Waits:
-    """An engine that answers when it is told to."""
+    """An engine that answers when the test allows it."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine

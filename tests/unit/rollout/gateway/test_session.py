@@ -1,4 +1,4 @@
-"""A session on a scripted policy: what each call reads, what is recorded, and what is refused."""
+"""A session on a scripted policy: the prompt of each call, the recorded tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Bench:
         return await self.session.ask(Ask(messages=messages, **fields))
 
     def read(self, number: int) -> str:
-        """What the engine read in a call."""
+        """Return the prompt that the engine got in a call."""
         return str(self.tokenizer.decode(self.engine.requests[number][1], skip_special_tokens=False))
 
 
@@ -149,7 +149,7 @@ async def test_a_tool_result_that_is_cut_later_forks_after_the_turn_that_called(
 
     tree = b.session.tree
     assert len(tree.forks) == 1
-    # It parts where the results do, in the middle of what was read.
+    # The branches split where the results differ, in the middle of the prompt.
     assert (
         "a " + b.tokenizer.decode(tree.token_ids[tree.forks[0].start : tree.turns[2].start][:5].tolist()) == "a [cut]"
     )
@@ -319,7 +319,7 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(RefusedError, match=r"these tools can't be told to the policy: .*has no place for tools"):
+    with pytest.raises(RefusedError, match=r"these tools can't be put into the prompt: .*has no place for tools"):
         await b.ask(user("hi"), tools=(TOOL,))
 
 
@@ -389,7 +389,7 @@ async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> N
 
 async def test_a_prompt_that_can_not_fit_is_refused_before_it_is_rendered(bench: Any) -> None:
     b = await bench(max_tokens=100)
-    b.session.formats.plain.chat.prompt_ids = None  # nobody may call it
+    b.session.formats.plain.chat.prompt_ids = None  # must not be called
 
     for messages in ((user("x" * 3_201),), (user(""),) * 101):
         for ask in (b.session.ask, b.session.count):

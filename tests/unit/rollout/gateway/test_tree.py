@@ -1,4 +1,4 @@
-"""The tree of a rollout's tokens: what was read after what, each token once, and its branches as plain sequences."""
+"""The tree of a trajectory's tokens: each token once, its context, and branches as plain sequences."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -
     assert tree.num_routed(first) == 3  # nothing has read 4 yet
     again = turn(1, [], [5, 6], known=tree.num_routed(1), number=2)
     goes_on = turn(first, [7], [8], known=tree.num_routed(first), number=3)
-    # Asked at the same time as the turn before it, and recorded after it.
+    # Started at the same time as the turn before it, and recorded after it.
     turn(first, [7], [9, 9], known=3, number=4)
 
     assert tree.num_routed(again) == 3
@@ -125,7 +125,7 @@ IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 @given(st.lists(st.tuples(st.integers(0, 99), IDS, IDS), min_size=1, max_size=20))
 def test_any_tree_keeps_every_context_and_every_sample_once(steps: Steps) -> None:
-    """Prompts over four letters share much by chance, and each step goes on from any turn or token before it."""
+    """Prompts over four letters share prefixes by chance, and each step continues from any earlier turn or token."""
     tree, contexts, ends = TokenTree(), [list[int]()], [-1]
     for chosen, read, sampled in steps:
         parent = chosen % len(contexts)
