@@ -65,8 +65,9 @@ class Config(FrozenModel):
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
     """What to train on. Either tasks: names of shipped ones, .yaml or .py files, task folders, benchmarks and
-    generators (docs/tasks.md). Or data files: .parquet files in verl's schema, local or s3:// (docs/data.md). Prompts
-    come in a seeded order. To combine both, use `sources`, with which this is empty."""
+    generators (docs/tasks.md). Or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the
+    Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine both,
+    use `sources`, with which this is empty."""
     sources: tuple[SourceSection, ...] = ()
     """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Replaces
     `tasks`, which is short for one source with the run's settings."""

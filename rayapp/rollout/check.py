@@ -16,7 +16,6 @@ from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.files import Location
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
@@ -29,6 +28,7 @@ from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.data.files import is_remote
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.config import ToolEntry, read_tool_file
@@ -85,7 +85,7 @@ def input_checks(
             checks["agent"] = partial(check_agent, own)
         if own.uses_data:
             files = (*own.tasks, *own.eval.tasks)
-            wanted = [file for file in files if may_fetch or not Location.parse(file).is_remote]
+            wanted = [file for file in files if may_fetch or not is_remote(file)]
             checks["data"] = partial(_check_rows, own, wanted, training=training)
         else:
             checks["tasks"] = partial(check_tasks, own, training=training, has_tokenizer=has_tokenizer)
