@@ -28,7 +28,7 @@ from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.other_models import server_named
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams
+from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agents import (
     SINGLE_TURN_AGENT,
@@ -42,7 +42,7 @@ from rayapp.rollout.environments.agent import EnvironmentAgents, environment_rew
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index, scoring_seed
-from rayapp.rollout.recorder import AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.rollout.recorder import AgentPrompt, Recorder
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.tasks.answers import Answer, AnswerRewards, truth_of
 from rayapp.tasks.custom_rewards import CustomReward
@@ -158,9 +158,11 @@ def is_kept(value: Any) -> bool:
     return len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS
 
 
-async def _found(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, episode: Episode) -> Reward:
+async def _found(
+    row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, played: Trajectory
+) -> Reward:
     answer = Answer(
-        completion_text=episode.final_text,
+        completion_text=played.completion_text,
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
@@ -248,9 +250,9 @@ class TaskGroups:
         else:
             task, prompt = self._held_out[request.place]
 
-        async def score(episode: Episode) -> Reward:
+        async def score(played: Trajectory) -> Reward:
             tests = scoring_seed(request.group_id, seed=seed)
-            return await task.score(prompt, episode.final_text, self._sandboxes, seed=tests)
+            return await task.score(prompt, played.completion_text, self._sandboxes, seed=tests)
 
         if (agents := self._agents) is None:
             return Assignment(prompt=prompt, play=partial(_one_turn, prompt), truth=score, records_calls=False)
@@ -269,11 +271,12 @@ class TaskGroups:
 
 async def _one_turn(
     prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-) -> Episode:
-    transcript = Transcript(prompt.token_ids.tolist())
+) -> Trajectory:
+    recorder = Recorder(prompt.token_ids.tolist())
     # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
-    completion = await transcript.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
-    return transcript.finished(EpisodeEnd.MAX_TOKENS if completion.finish_reason == "length" else EpisodeEnd.ANSWERED)
+    completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
+    is_cut = completion.finish_reason == "length"
+    return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
 
 class Groups(Protocol):

@@ -22,7 +22,7 @@ from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.shares import Share
 from rayapp.learner.supervised import log_probs_of
-from rayapp.rollout.recorder import TokenTree
+from rayapp.rollout.recorder import Recorder
 from support.learners import save_llama
 
 MAX_GRADIENT_ERROR = 2e-6
@@ -264,7 +264,7 @@ def forking(group: Group, seed: int) -> Group:
     rng = np.random.default_rng(seed)
     trajectories = []
     for t in group.trajectories:
-        tree, ends = TokenTree(), [-1]
+        tree, ends = Recorder(), [-1]
         prompt = group.prompt.token_ids.tolist()
         for number in range(rng.integers(1, 7)):
             after = int(rng.choice(ends)) if number else -1
@@ -285,9 +285,9 @@ def forking(group: Group, seed: int) -> Group:
         trajectories.append(
             replace(
                 t,
-                token_ids=tree.token_ids,
-                response_mask=tree.response_mask,
-                rollout_log_probs=tree.log_probs,
+                token_ids=tree.trajectory().token_ids,
+                response_mask=tree.trajectory().response_mask,
+                rollout_log_probs=tree.trajectory().rollout_log_probs,
                 turns=tuple(tree.turns),
                 forks=tuple(tree.forks),
             )

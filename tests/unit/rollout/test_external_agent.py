@@ -431,11 +431,11 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        episode = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
+        played = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
             engine=b.engine(), sampling=SamplingParams(max_tokens=2000), request_id=RequestId("group", 3, 0)
         )
 
-    assert "leads out of the agent's folder" in episode.failure
+    assert "leads out of the agent's folder" in played.reward.detail
 
 
 def test_the_end_of_what_a_program_writes_is_kept() -> None:

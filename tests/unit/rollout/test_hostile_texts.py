@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxSource
-from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec
+from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import to_trajectory, with_terms
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.groups import GroupFilter, Page, find_groups
@@ -122,7 +123,7 @@ class NoSandboxes:
         return None
 
 
-async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
+async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
     tools = ToolSet([Say(result)])
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
@@ -161,8 +162,10 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
     turns: list[str], result: str, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async with nothing_holds_the_loop(LOOP_HOLD_S, time.thread_time):
-        episode = await play(chat_tokenizer, turns, result)
-        answer = Answer(completion_text=episode.final_text, data_source="openai/gsm8k", ground_truth="7", extra_info={})
+        played = await play(chat_tokenizer, turns, result)
+        answer = Answer(
+            completion_text=played.completion_text, data_source="openai/gsm8k", ground_truth="7", extra_info={}
+        )
         nowhere = cast(SandboxSource, NoSandboxes())
         reward = await score_answer(answer, AnswerRewards(weights=Weights(format=0.1)), nowhere)
         # The text as an engine could hand it on, which no tokenizer has cleaned.
@@ -171,10 +174,10 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "trajectories").mkdir()
-    trajectories = tuple(to_trajectory(episode, with_terms(one, episode)) for one in (reward, code_reward))
+    trajectories = tuple(replace(played, reward=with_terms(one, played)) for one in (reward, code_reward))
     group = Group(
         group_id=0,
-        prompt=Prompt(task="t", text=result, token_ids=episode.token_ids[: episode.num_prompt_tokens]),
+        prompt=Prompt(task="t", text=result, token_ids=played.token_ids[: played.num_prompt_tokens]),
         trajectories=trajectories,
     )
     write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [group])

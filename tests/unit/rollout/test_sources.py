@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.types import RolloutStatus
+from rayapp.core.types import Trajectory
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.group import _scored
@@ -30,7 +30,7 @@ from rayapp.rollout.order import (
     sampling_seed,
     scoring_seed,
 )
-from rayapp.rollout.recorder import Episode, EpisodeEnd
+from rayapp.rollout.recorder import Recorder
 from rayapp.rollout.sources import RunGroups, TaskGroups, open_groups
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -282,14 +282,5 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
     assert "write" in stub.bodies[1]["messages"][1]["content"]
 
 
-def said(text: str) -> Episode:
-    return Episode(
-        token_ids=np.zeros(1, np.int32),
-        response_mask=np.zeros(1, np.bool_),
-        rollout_log_probs=np.zeros(1, np.float32),
-        num_prompt_tokens=1,
-        turns=(),
-        end=EpisodeEnd.ANSWERED,
-        status=RolloutStatus.COMPLETED,
-        answer=text,
-    )
+def said(text: str) -> Trajectory:
+    return replace(Recorder([0]).trajectory(), completion_text=text)

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from rayapp.core.trajectories import before
-from rayapp.core.types import Completion, RequestId, Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingParams
 from rayapp.learner.batch import TrainItem, make_micro_batch, trained_branches
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.outcome import to_trajectory
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
@@ -223,7 +222,7 @@ async def fuzzed(tokenizer: Any, seed: int, num_actions: int) -> tuple[Session, 
 
 def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> None:
     tree = session.tree
-    ids, log_probs = tree.token_ids, tree.log_probs
+    ids, log_probs = tree.trajectory().token_ids, tree.trajectory().rollout_log_probs
     trained = [
         (
             tuple(ids[before(turn.start, tree.forks)].tolist()),
@@ -235,7 +234,7 @@ def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> No
     logged = [(prompt, tuple(c.token_ids.tolist()), tuple(c.log_probs.tolist())) for prompt, c in engine.log]
     assert Counter(trained) == Counter(logged)
 
-    trajectory = to_trajectory(session.episode(), Reward(value=1.0))
+    trajectory = session.trajectory()
     assert trajectory.status is RolloutStatus.COMPLETED
     assert trajectory.num_response_tokens == sum(c.token_ids.size for _, c in engine.log)
     places = np.concatenate([path[responses] for path, responses in trained_branches(trajectory)])

@@ -131,7 +131,7 @@ async def test_openais_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
         assert message.tool_calls is not None
         assert message.tool_calls[0].function.arguments == '{"t": "a"}'
         assert whole.usage is not None
-        assert whole.usage.completion_tokens == served.session.tree.response_mask.sum()
+        assert whole.usage.completion_tokens == served.session.tree.trajectory().response_mask.sum()
 
 
 async def test_openais_choices_stop_and_length(serve: Any) -> None:
@@ -174,7 +174,7 @@ async def test_anthropics_stream_is_the_same_reply_in_pieces(serve: Any) -> None
         assert len(texts) == 3
         assert whole.content[0].text == "".join(texts) == "x" * 700  # type: ignore[union-attr]
         assert (whole.content[1].input, whole.stop_reason) == ({"t": "a"}, "tool_use")  # type: ignore[union-attr]
-        assert whole.usage.output_tokens == served.session.tree.response_mask.sum()
+        assert whole.usage.output_tokens == served.session.tree.trajectory().response_mask.sum()
 
 
 async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: Any) -> None:
