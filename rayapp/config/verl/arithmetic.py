@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import DATA_FILES, is_data_file
-from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.verl.rules import Landing, Values
 from rayapp.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
     takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
-    if size < 2 and takes_rewards and estimator not in NEEDS_NO_GROUP:
+    if size < 2 and takes_rewards and estimator not in (*NEEDS_NO_GROUP, *NEEDS_CRITIC):
         raise ConfigError(
             f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, so a group needs "
             f"at least 2. Set {key}=8, or algorithm.adv_estimator=reinforce_plus_plus."
