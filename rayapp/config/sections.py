@@ -79,8 +79,8 @@ class RolloutSection(FrozenModel):
     """How groups of trajectories are sampled."""
 
     group_size: int = Field(16, ge=1)
-    """Trajectories sampled for each prompt (G), with remax the greedy baseline included. Advantages compare them with
-    each other. 1 is allowed where they don't: with reinforce_plus_plus, or distillation without rewards."""
+    """Trajectories sampled for each prompt (G). Advantages compare them with each other; with remax the last one is the
+    greedy baseline. 1 is allowed where nothing compares: with reinforce_plus_plus, or distillation without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
     or dropped instead (data.truncation, data.filter_overlong_prompts)."""
