@@ -251,7 +251,7 @@ def _kwargs(trial: ToolTrial, tools: ToolSet) -> Mapping[str, Mapping[str, Any]]
         try:
             given = json.loads(trial.create_kwargs)
         except ValueError as error:
-            raise InputError(f"--create-kwargs is no JSON: {error}") from None
+            raise InputError(f"--create-kwargs is not JSON: {error}") from None
         return {schema.name: {"create_kwargs": given} for schema in tools.schemas}
     if trial.data is None:
         return {}

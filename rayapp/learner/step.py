@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class PolicyLearner:
-    """The policy, its optimizer, and how to take a step. The only mutable state of a learner."""
+    """The policy, its optimizer, and the training step. The only mutable state of a learner."""
 
     config: Config
     ranks: Ranks
@@ -108,7 +108,7 @@ class PolicyLearner:
         return scores
 
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
-        """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
+        """Return this rank's micro-batches, padded with empty ones to the number of the busiest rank."""
         learner = self.config.learner
         max_tokens = learner.token_budget * learner.sequence_parallel
         if not learner.router_replay:
@@ -171,7 +171,7 @@ class RowScores:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """For the stretches of a step; waits for a GPU's queue at the end of each."""
+    """Return a stopwatch for the parts of a step; it waits for the GPU's queue at the end of each part."""
     return Stopwatch(synchronize=partial(_synchronize, device))
 
 
@@ -289,7 +289,7 @@ class _Step:
             with self.watch("ref"):
                 self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
         section = self.config.distillation
-        if section.teacher and not section.needs_logits:  # else it reads each micro-batch beside the policy
+        if section.teacher and not section.needs_logits:  # otherwise it reads each micro-batch together with the policy
             with self.watch("teacher"):
                 self.frozen["teacher"] = self._taught(items)
 
@@ -306,7 +306,7 @@ class _Step:
 
     def _log_probs(self, items: Sequence[TrainItem], model: PolicyModel) -> dict[int, FloatArray]:
         scores = self.learner.score(items, model, self.learner.head_options())
-        # Without a backward its embedding and head would stay gathered, beside whatever comes next.
+        # Without a backward pass its embedding and head would stay gathered and take memory.
         model.reshard()  # type: ignore[operator]
         return {row: found.log_probs for row, found in scores.items()}
 
@@ -337,7 +337,7 @@ class _Step:
     def _coupled_gradients(
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
     ) -> dict[int, FloatArray] | None:
-        """Gradients by log-prob for losses that look at the whole mini-batch at once; None for all others."""
+        """Return gradients by log-prob for losses that depend on the whole mini-batch; None for all others."""
         if self.algorithm.policy_loss not in BATCH_COUPLED_LOSSES:
             return None
         learner = self.learner

@@ -25,7 +25,7 @@ _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
 def advantage(key: str, value: Any, values: Values) -> Landing:
-    """Names are verl's; its default needs a critic."""
+    """Map the estimator, whose names are verl's; verl's default needs a critic."""
     if value == "gae":
         raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
@@ -46,7 +46,7 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
 
 
 def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
-    """Learners of a micro-batch: verl's older key wins where it is above 1."""
+    """Map the learners of a micro-batch; verl's older key wins if it is above 1."""
     return Landing(settings={"learner.sequence_parallel": _sequence_parallel(values)})
 
 
@@ -57,7 +57,7 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Repeating a run bit by bit, which runs on GPUs don't."""
+    """Map bit-by-bit repetition, which runs on GPUs don't have."""
     if value and values.get("rayapp.cluster.device") != "cpu":
         raise ConfigError(
             f"{key} = {value!r} can't be imported: runs on GPUs don't repeat exactly here. Leave it out, or give "
@@ -67,7 +67,7 @@ def determinism(key: str, value: Any, values: Values) -> Landing:
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
-    """verl counts prompts in a mini-batch; we count mini-batches in a batch."""
+    """Map mini-batches: verl sets prompts per mini-batch; we set mini-batches per batch."""
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
         raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
@@ -75,7 +75,8 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
 
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
-    """verl counts sequences in a micro-batch, we count its tokens: enough for as many of the longest."""
+    """Map micro-batches: verl sets sequences per micro-batch; we set tokens, enough for as many of the longest
+    sequences."""
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
     if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
@@ -87,7 +88,7 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Servers and learners take turns on the same GPUs, as in verl."""
+    """Map GPUs: servers and learners take turns on the same ones, as in verl."""
     total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
     if total % tp:
         raise ConfigError(
@@ -105,14 +106,14 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
 
 
 def workers(key: str, value: Any, values: Values) -> Landing:
-    """verl's default of 8 is for a node of 8 GPUs; one worker plays many groups at once."""
+    """Map rollout workers: verl's default of 8 is for a node with 8 GPUs; one worker plays many groups at once."""
     most = max(1, int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]))
     note = f"no more than GPUs: {most}" if int(value) > most else ""
     return Landing(settings={"rollout.num_workers": min(int(value), most)}, note=note)
 
 
 def lora(key: str, value: Any, values: Values) -> Landing:
-    """Adapters; verl's alpha is 16 where none is given."""
+    """Map adapters; verl's default alpha is 16."""
     if not value:
         return Landing(settings={"learner.lora.rank": 0})
     settings = {"learner.lora.rank": int(value), "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16))}
@@ -121,7 +122,7 @@ def lora(key: str, value: Any, values: Values) -> Landing:
 
 
 def num_steps(key: str, value: Any, values: Values) -> Landing:
-    """`trainer.total_training_steps`, else epochs x the rows of the training files."""
+    """Map the number of steps: `trainer.total_training_steps`, else epochs x rows of the training files."""
     if value is not None:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
@@ -146,7 +147,8 @@ def _num_rows(file: str) -> int:
 
 
 def warmup(key: str, value: Any, values: Values) -> Landing:
-    """Training steps, or where there are none a share of all; we count optimizer steps, of which each has several."""
+    """Map warm-up steps, or their share of all steps; we count optimizer steps, of which a training step has
+    several."""
     optim = "actor_rollout_ref.actor.optim"
     steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
     ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
@@ -162,7 +164,7 @@ def warmup(key: str, value: Any, values: Values) -> Landing:
 
 
 def clip_ratio(key: str, value: Any, values: Values) -> Landing:
-    """One side of the clip; without a value of its own it is clip_ratio."""
+    """Map one side of the clip range; without its own value it is clip_ratio."""
     side = value if value is not None else values["actor_rollout_ref.actor.clip_ratio"]
     note = "" if value is not None else "from clip_ratio"
     return Landing(settings={f"algorithm.{key.rpartition('.')[2]}": float(side)}, note=note)
@@ -178,7 +180,7 @@ def correction_threshold(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:
-    """A coefficient that verl reads only with use_kl_loss."""
+    """Map a coefficient that verl reads only with use_kl_loss."""
     used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
     coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
     return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
@@ -230,7 +232,7 @@ def rejection(key: str, value: Any, values: Values) -> Landing:
 
 
 def replicas(key: str, value: Any, values: Values) -> Landing:
-    """Learners that shard one copy of the model; -1, or as many as there are GPUs, is all of them."""
+    """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
     total, size = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(value)
     if size > 0 and total % min(size, total):
         raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
@@ -244,16 +246,17 @@ def eval_temperature(key: str, value: Any, values: Values) -> Landing:
 
 
 def before_training(key: str, value: Any, values: Values) -> Landing:
-    """On by default in verl, which has validation files by default too."""
+    """Map evaluation before training: on by default in verl, which has validation files by default too."""
     has_files = bool(values.get("data.val_files"))
     note = "" if has_files else "no data.val_files"
     return Landing(settings={"eval.before_training": bool(value) and has_files}, note=note)
 
 
 def turns(key: str, value: Any, values: Values) -> Landing:
-    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit.
+    """Map the limit of turns: verl 0.9.1's agent loops apply it even if multi_turn.enable is off; 0 and null are no
+    limit.
 
-    A user turn is the tools' answer to an assistant turn, so that N of them allow N + 1 assistant turns.
+    A user turn is the tools' answer to an assistant turn, so N user turns allow N + 1 assistant turns.
     """
     section = key.rpartition(".")[0]
     assistant, user = (int(values.get(f"{section}.max_{who}_turns") or 0) for who in ("assistant", "user"))
@@ -263,7 +266,7 @@ def turns(key: str, value: Any, values: Values) -> Landing:
 
 
 def custom_reward(key: str, value: Any, values: Values) -> Landing:
-    """A file and a function's name."""
+    """Map a reward function: a file and the function's name."""
     section = key.rpartition(".")[0]
     path = values.get(f"{section}.path")
     if path is None:
@@ -273,31 +276,32 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
-    """The trackers that we have of verl's loggers; metrics.jsonl is always written."""
+    """Map verl's loggers to trackers that exist here; metrics.jsonl is always written."""
     from rayapp.config.sections import TRACKERS
 
     known, asked = TRACKERS, as_list(value)
     kept = [name for name in asked if name in known]
     if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
-        kept.append("mlflow")  # traces have no other place to go
+        kept.append("mlflow")  # traces have no other destination
     missing = [name for name in asked if name not in known]
     note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
 
 
 def run_name(key: str, value: Any, values: Values) -> Landing:
-    """A run's name is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    """Map the run's name, which is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
 
 def output_dir(key: str, value: Any, values: Values) -> Landing:
-    """Runs of a project lie side by side."""
+    """Map the output folder: runs of a project are in the same folder."""
     return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
 
 
 def contents(key: str, value: Any, values: Values) -> Landing:
-    """`extra` (generators, the loader's place) follows from seed and step here, so nothing of it is saved."""
+    """Map the contents of checkpoints: `extra` (generators, the loader's position) follows from seed and step here, so
+    it is not saved."""
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
@@ -306,12 +310,12 @@ def contents(key: str, value: Any, values: Values) -> Landing:
 
 
 def as_list(value: Any) -> list[Any]:
-    """verl takes one or several in many places."""
+    """Return a list: verl accepts one value or several in many places."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def data_files(value: Any) -> list[Any]:
-    """verl reads any file as rows; here a task is a data file by its name."""
+    """Return the data files: verl reads any file as rows; here the file's ending decides."""
     files = as_list(value)
     if others := [file for file in files if isinstance(file, str) and not is_data_file(file)]:
         raise ValueError(f"the name of a data file ends in {', '.join(DATA_FILES)} here; rename {others[0]}")
@@ -319,5 +323,5 @@ def data_files(value: Any) -> list[Any]:
 
 
 def at_least_zero(value: Any) -> int:
-    """verl says -1 for never, we say 0."""
+    """Return 0 for verl's -1, which means never."""
     return max(0, int(value))

@@ -1,7 +1,7 @@
-"""The table of the import: every key of verl's that we know, and what becomes of it.
+"""The table of the import: every known key of verl, and its rule.
 
-A key that ends in `*` stands for all keys below it. A key that is in no row fails the import: it is added here once
-somebody has decided what it means, never passed over.
+A key that ends in `*` stands for all keys below it. A key without a row fails the import. It gets a row here once its
+meaning is decided; it is never ignored silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_FSDP = (
     "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing", "pad_to_length",
     "pad_to_length_bucket", "use_no_sync_for_gradient_accumulation",
 )  # fmt: skip
-"""Keys of fsdp_config that change the time or the memory of a step, and not its result."""
+"""Keys of fsdp_config that change the time or the memory of a step, but not its result."""
 
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
 }
-"""verl 0.9's defaults for keys that a user leaves out, as far as they change something here."""
+"""verl 0.9's defaults for keys that a user omits, if they change something here."""
 
 DATA: dict[str, Rule] = {
     "data.train_files": to("tasks", arithmetic.data_files),

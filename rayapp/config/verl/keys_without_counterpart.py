@@ -1,7 +1,7 @@
 """The rest of the import's table: keys of verl's that have no counterpart here, with the reason. Joined in `keys.py`.
 
-Most are features that are off by default: off is the same here, and anything else is refused, because it would change
-the training. What only concerns verl's own machinery has no effect, whatever its value.
+Most are features that are off by default: off is accepted, and any other value is refused, as it would change the
+training. Keys of verl's own machinery have no effect, whatever their value.
 
 The rule of the import for verl's `distillation`. Used by `keys_without_counterpart.py`.
 """
@@ -17,7 +17,7 @@ from rayapp.core.errors import ConfigError
 
 _LOSS = "distillation.distillation_loss"
 _ESTIMATED = {
-    # As an advantage the log-ratio itself; as a loss, the estimator whose gradient is that advantage's.
+    # As an advantage: the log-ratio itself. As a loss: the estimator whose gradient is that advantage's.
     (True, "k1"): "reverse",
     (True, "kl"): "reverse",
     (False, "k2"): "reverse",
@@ -25,11 +25,11 @@ _ESTIMATED = {
     (False, "k3"): "forward",
     (False, "low_var_kl"): "forward",
 }
-"""Of sampled tokens alone: by use_policy_gradient and loss_mode, the KL whose gradient it is."""
+"""KL over sampled tokens: (use_policy_gradient, loss_mode) -> direction of the KL whose gradient it is."""
 
 
 def distillation(key: str, value: Any, values: Values) -> Landing:
-    """All keys of the section at once: they mean something together."""
+    """Map all keys of the section together, as their meanings depend on each other."""
     if not value:
         return Landing(note="no teacher")
     settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
@@ -62,7 +62,7 @@ def _kl(values: Values) -> dict[str, Any]:
 
 
 def _teacher(values: Values) -> str:
-    """The one model that teaches; verl's own entry counts where there is no other."""
+    """Return the only teacher model; verl's default entry counts if there is no other."""
     models = {
         key.split(".")[2]: str(path)
         for key, path in values.items()

@@ -1,4 +1,4 @@
-"""Advantages: verl's estimators, called with what this project's groups hold.
+"""Advantages: verl's estimators, called with the data of this project's groups.
 
 Called by the learner once a step, on every trajectory of the step (some estimators whiten over all of them), on every
 rank alike. It never sees invalid trajectories and never computes a baseline of its own.
@@ -45,7 +45,7 @@ class AdvantageInputs:
     group_index: NDArray[np.int64]
     """(B,) equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
-    """Each (B,); gdpo normalises each of them by itself."""
+    """Each (B,); gdpo normalises each term separately."""
     baselines: FloatArray | None = None
     """(B,) reward of the group's greedy trajectory, for remax."""
     kl_penalty: Tensor | None = None
@@ -59,7 +59,7 @@ class AdvantageInputs:
 
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
-    """Advantage of every response token.
+    """Return the advantage of every response token.
 
     Returns:
         (B, T) float32, 0 past a row's own tokens.
@@ -115,7 +115,7 @@ def kl_penalty_of(
 
 
 def check_estimator(name: str) -> None:
-    """Raises ConfigError unless `name` can be used here."""
+    """Check an estimator's name. Raises ConfigError: it can't be used here."""
     if name in NEEDS_CRITIC:
         raise ConfigError(f"algorithm.adv_estimator {name!r} needs a critic, and there is none. Use one of {_names()}.")
     if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
@@ -123,7 +123,7 @@ def check_estimator(name: str) -> None:
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """(B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
+    """Return (B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
     import torch
 
     lengths = torch.as_tensor(np.asarray(num_response_tokens))
@@ -159,12 +159,13 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """Arguments of gdpo, which reads each reward term from the batch and puts it on the last token itself."""
+    """Return the arguments of gdpo, which reads each reward term from the batch and puts it on the last token
+    itself."""
     import torch
 
     if not algorithm.gdpo_reward_terms:
         return {"config": None}
-    # Only terms that every reward has: a term is NaN where a reward lacks it.
+    # Only terms that every reward has: a missing term is NaN.
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
@@ -175,7 +176,8 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
 
 
 def _algo_config(algorithm: AlgorithmSection) -> Any:
-    """The part of verl's AlgoConfig that estimators read. A DictConfig: gdpo reads keys AlgoConfig does not declare."""
+    """Return the part of verl's AlgoConfig that estimators read, as a DictConfig: gdpo reads keys that AlgoConfig
+    lacks."""
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -188,9 +190,9 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """(B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a group
-    without signal gets advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32
-    only."""
+    """Return (B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a
+    group without signal would get advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines
+    accept only float32."""
     import torch
 
     dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64

@@ -74,7 +74,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     try:
         architecture = json.loads(file.read_text())
     except FileNotFoundError:
-        raise InputError(f"model.path {str(folder)!r} has no config.json: it is no Hugging Face model folder") from None
+        raise InputError(
+            f"model.path {str(folder)!r} has no config.json: it is not a Hugging Face model folder"
+        ) from None
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):

@@ -155,7 +155,7 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             "2 servers x TP 2 + 5 learners = 9, but cluster.num_gpus is 8",
         ),
         (["train.groups_per_step=3", "train.num_minibatches=2"], "3 / 2 = 1.5"),
-        (["distillation.teacher=policy"], "a policy that reads no more than itself is no teacher"),
+        (["distillation.teacher=policy"], "a policy that reads no more than itself is not a teacher"),
         (
             ["distillation.teacher=m", "distillation.privileged=verdict", "distillation.kl_over=vocabulary"],
             "Use distillation.kl_over: sampled",
@@ -221,7 +221,7 @@ def test_misspelt_estimator_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("- a\n- b\n", "sections such as `train:` were expected"),
         ("run: {seed: '${nowhere}'}", "nowhere"),
     ],

@@ -423,7 +423,7 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
         "-XbX",
         "Error: create needs file_text",
         "Error: ../../etc/passwd can't be written there, or the disk is full",
-        "Error: raw is no UTF-8 text",
+        "Error: raw is not UTF-8 text",
     ]
 
 
@@ -451,7 +451,7 @@ def task_file(folder: Path, **fields: object) -> Path:
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
         ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
-        ({"files": {"../x": ""}}, r"'../x' is no relative path inside a folder"),
+        ({"files": {"../x": ""}}, r"'../x' is not a relative path inside a folder"),
         ({"files": {"test_public.py": ""}}, r"files names test_public.py, which is written from public_tests"),
         ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),
