@@ -158,7 +158,7 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
-    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float),
+    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float, note="norms and biases are not decayed here"),
     f"{_OPTIM}.betas": to("learner.optimizer.betas"),
     f"{_OPTIM}.lr_warmup_steps": arithmetic.warmup,
     f"{_OPTIM}.lr_warmup_steps_ratio": no_effect("counts where lr_warmup_steps is not set"),

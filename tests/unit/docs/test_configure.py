@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.config.loading import ALIASES, load_config
+from rayapp.config.loading import ALIASES
 from rayapp.core.validation import valid_keys
 from scripts.config_docs import keys_without_meaning, render
 
@@ -37,20 +36,6 @@ def test_names_of_trl_and_verl_lead_to_keys_that_are_there_and_not_ours() -> Non
 
     assert set(ALIASES.values()) <= keys
     assert not leaves & ALIASES.keys()
-
-
-def test_the_script_of_trls_page_is_a_configuration_and_a_reward(tmp_path: Path) -> None:
-    text = (DOCS / "migrate-from-trl.md").read_text()
-    (settings,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    _, rewards = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "math.yaml").write_text(settings)
-    names: dict[str, Any] = {}
-    exec(rewards, names)
-
-    config = load_config(tmp_path / "math.yaml")
-
-    assert (config.learner.lora.rank, config.eval.every_steps, config.run.seed) == (32, 25, 7)
-    assert names["compute_score"]("own", "It is 4", "4")["right"] == 1.0
 
 
 def test_the_table_of_trls_names_says_what_the_error_message_says() -> None:
