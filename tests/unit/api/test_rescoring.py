@@ -197,7 +197,7 @@ async def test_a_judge_rescores_and_what_it_said_once_costs_nothing_again(tmp_pa
     assert (first.summary["judged/requests"], num_asked) == ({"rubric": 3, "pairwise": 6}[kind],) * 2
     assert (again.summary["judged/requests"], again.summary["judged/cached"]) == (0.0, num_asked)
     assert len(stub.bodies) == num_asked
-    with pytest.raises(InputError, match="there is no judge 'p': the config's are q"):
+    with pytest.raises(InputError, match="the config has no judge 'p'; its judges are q"):
         rayapp.rescore(folder, "judge:p")
 
 
