@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import WRONG_TOKEN, ConfigError, first_line
+from rayapp.core.errors import WRONG_TOKEN, ConfigError, RayappError, first_line
 from rayapp.core.logs import hand_over, label_logs
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,16 @@ def _connect(config: Config) -> tuple[Any, bool]:
             "object_store_memory": cluster.object_store_mib * MIB,
             "include_dashboard": None if cluster.dashboard else False,  # None: if its packages are installed
         }
-        return ray.init(address="local", **own, **common), True
+        try:
+            return ray.init(address="local", **own, **common), True
+        except Exception as error:  # Ray's class for it
+            if "timed out during startup" not in str(error):
+                raise
+            load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+            raise RayappError(
+                f"Ray did not start within its 30 s; {load}. Run this again when less runs here, or start Ray before: "
+                "`ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+            ) from None
 
 
 def _options(config: Config) -> dict[str, Any]:

@@ -1,13 +1,18 @@
-"""Where the token of the Ray that a run starts is kept: for its user alone, or a message before Ray is started."""
+"""A Ray that a run starts: where its token is kept, for its user alone, and what is said when it does not come up."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from ray._private.node import Node
 
-from actors.own_ray import _make_token_folder
-from rayapp.core.errors import ConfigError
+from actors.own_ray import _make_token_folder, ray_session
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, RayappError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -43,3 +48,20 @@ def test_without_a_token_to_keep_no_home_is_needed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(name, value)
 
     _make_token_folder()
+
+
+def test_a_ray_that_does_not_come_up_is_a_message_with_the_machines_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    assert "timed out during startup" in inspect.getsource(Node)
+    monkeypatch.setattr(ray, "init", too_slow)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+    with (
+        pytest.raises(
+            RayappError, match=r"Ray did not start within its 30 s; the load of this machine is \d+ on \d+ cores"
+        ),
+        ray_session(Config()),
+    ):
+        pass

@@ -125,7 +125,7 @@ async def test_a_fork_by_the_code_itself_has_a_seed_of_its_own(sandbox: LocalSan
 async def begun(sandbox: LocalSandbox) -> None:
     """Return when the sandbox has a job whose answer is awaited."""
     async with asyncio.timeout(30):
-        while sandbox.slot._pending is None:  # noqa: ASYNC110
+        while sandbox.slot._pending is None:
             await asyncio.sleep(0.01)
 
 
