@@ -52,16 +52,12 @@ def test_without_a_token_to_keep_no_home_is_needed(monkeypatch: pytest.MonkeyPat
 
 def test_a_ray_that_does_not_come_up_is_a_message_with_the_machines_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_slow(**options: Any) -> None:
-        raise Exception("The current node timed out during startup.")
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 - as Ray does
 
     assert "timed out during startup" in inspect.getsource(Node)
     monkeypatch.setattr(ray, "init", too_slow)
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
-    with (
-        pytest.raises(
-            RayappError, match=r"Ray did not start within its 30 s; the load of this machine is \d+ on \d+ cores"
-        ),
-        ray_session(Config()),
-    ):
+    said = r"Ray did not start within its 30 s; the load of this machine is \d+ on \d+ cores"
+    with pytest.raises(RayappError, match=said), ray_session(Config()):
         pass
