@@ -61,8 +61,8 @@ class Learner:
         except DistError as error:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
-                f"{first_line(error)}. If that port was taken meanwhile, start the run again: it "
-                "takes another. Else look for the others' end in Ray's logs (dashboard, Actors)."
+                f"{first_line(error)}. If another program took that port, start the run again: it "
+                "uses another. Otherwise look in Ray's logs for why the others ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)

@@ -144,7 +144,7 @@ class LearnerGroup:
                 async for _ in stream:
                     raise AssertionError("only rank 0 yields weights")
         except RayActorError as error:
-            raise LearnersLostError(f"a learner died while it gave its weights. {error}") from None
+            raise LearnersLostError(f"a learner died while it exported its weights. {error}") from None
 
     async def open_weight_group(self, servers: Sequence[VllmServerHandle], timeout_s: float) -> None:
         """Form a new group of all ranks and these servers; rank 0 listens on its own node.
@@ -170,7 +170,7 @@ class LearnerGroup:
         except (WeightSyncError, LearnersLostError):
             raise
         except RayappError as error:
-            raise LearnersLostError(f"a learner broke off while it gave its weights. {error}") from error
+            raise LearnersLostError(f"a learner failed while it exported its weights. {error}") from error
         return dict(results[0])
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:

@@ -129,7 +129,7 @@ class ModelServer(Restartable):
             ended = "has no server" if self._process is None else f"ended with status {status}"
             cause = self._output.cause() or self._errors.last_line()
             raise EngineDeadError(
-                f"{self!r} ({self._section.path}) {ended}{cause}. What it wrote is in Ray's log of this actor, process "
+                f"{self!r} ({self._section.path}) {ended}{cause}. Its output is in Ray's log of this actor, process "
                 f"{os.getpid()}."
             )
 

@@ -205,9 +205,9 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
             ray.shutdown()
         return
     raise ConfigError(
-        f"no run {config.run.name} goes on in {' or '.join(addresses) or 'any Ray of this machine'}. Give its own "
-        "config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running out "
-        "to serve a model or a checkpoint."
+        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Give its "
+        "own config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running "
+        "out to serve a model or a checkpoint."
     )
 
 

@@ -102,12 +102,13 @@ class RolloutWorker(Restartable):
         """Run one training group; Ray stores the two results as two objects."""
         config = self._ready_groups().config_of(request)
         with about(step=request.policy_version + 1, group=request.group_id):
+            limit = config.rollout.max_completion_tokens
             has_baseline = config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE
             group, summary = await self._sample(
                 replace(request, has_greedy_baseline=has_baseline),
                 config,
                 num_samples=config.rollout.group_size,
-                temperature=config.rollout.temperature,
+                sampling=SamplingParams(max_tokens=limit, temperature=config.rollout.temperature),
                 seed=config.run.seed,
             )
             log.info(
@@ -119,11 +120,14 @@ class RolloutWorker(Restartable):
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Sample one prompt for evaluation, with other seeds than training."""
         config = self._ready_groups().config_of(request)
+        section, limit = config.eval, config.rollout.max_completion_tokens
         return await self._sample(
             request,
             config,
-            num_samples=config.eval.samples_per_task,
-            temperature=config.eval.temperature,
+            num_samples=section.samples_per_task,
+            sampling=SamplingParams(
+                max_tokens=limit, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k
+            ),
             seed=evaluation_seed(config.run.seed),
         )
 
@@ -136,7 +140,7 @@ class RolloutWorker(Restartable):
         return self._ready_groups().num_train_prompts
 
     async def _sample(
-        self, request: GroupRequest, config: Config, *, num_samples: int, temperature: float, seed: int
+        self, request: GroupRequest, config: Config, *, num_samples: int, sampling: SamplingParams, seed: int
     ) -> tuple[Group, GroupSummary]:
         groups = self._ready_groups()
         with self._in_hand.one(), self._ended_by_close():
@@ -144,7 +148,7 @@ class RolloutWorker(Restartable):
                 request,
                 await groups.assignment(request, seed=seed),
                 engine=self._engine(request, num_samples),
-                sampling=SamplingParams(max_tokens=config.rollout.max_completion_tokens, temperature=temperature),
+                sampling=sampling,
                 group_size=num_samples,
                 seed=seed,
                 deadline_s=config.group_deadline_s,

@@ -180,7 +180,7 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
         error = first_error(group)
         if isinstance(error, DeadlineError):
             raise DeadlineError(
-                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. What they wait for is in Ray's logs "
+                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show what they wait for "
                 "(dashboard, Actors); if the machine is only slow, raise server.start_timeout_s or "
                 "cluster.start_timeout_s."
             ) from group

@@ -31,11 +31,11 @@ from typing import Any
 from benchmarks.report import print_report
 from rayapp.config.config import Config
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.types import RequestId, SamplingParams
+from rayapp.core.types import RequestId, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tools.base import RawCall, ToolContext
 from rayapp.tools.coding import PythonTool
@@ -125,7 +125,7 @@ def config_of(sandbox: SandboxConfig, turns: int) -> Config:
     )
 
 
-async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> Episode:
+async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> Trajectory:
     said = messages(number)
     prompt = AgentPrompt(token_ids=tuple(loop.chat.prompt_ids(said)))
     sampling = SamplingParams(max_tokens=TOKENS_PER_TURN, seed=number, stop=("<|im_end|>",))
@@ -156,35 +156,37 @@ async def measure(count: int, turns: int, tool_s: float) -> dict[str, Any]:
             limits = AgentLimits(max_response_tokens=turns * RESPONSE_TOKENS_PER_TURN, max_assistant_turns=turns)
             loop = AgentLoop(chat=chat, parser=AlwaysCalls(code), tools=tools, limits=limits)
             before, started = engine.load(), time.perf_counter()
-            episodes = await asyncio.gather(*(play(loop, counted, watch, number) for number in range(count)))
+            plays = await asyncio.gather(*(play(loop, counted, watch, number) for number in range(count)))
             seconds, after = time.perf_counter() - started, engine.load()
     finally:
         looking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await looking
         engine.close()
-    short = [episode for episode in episodes if len(episode.turns) != turns]
+    short = [played for played in plays if len(played.turns) != turns]
     if short:
-        raise SystemExit(f"{len(short)} of {count} trajectories ended early: {short[0].end} {short[0].failure}")
+        raise SystemExit(
+            f"{len(short)} of {count} trajectories ended early: {short[0].status} {short[0].reward.detail}"
+        )
     hits = after["prefix_hits"] - before["prefix_hits"]
-    return figures(episodes, counted, seconds, hits) | {"idle": watch.idle}
+    return figures(plays, counted, seconds, hits) | {"idle": watch.idle}
 
 
-def figures(episodes: Sequence[Episode], counted: Watched, seconds: float, hits: float) -> dict[str, Any]:
-    turns = sum(len(episode.turns) for episode in episodes)
+def figures(plays: Sequence[Trajectory], counted: Watched, seconds: float, hits: float) -> dict[str, Any]:
+    turns = sum(len(played.turns) for played in plays)
     # The last token of a turn was sampled but never computed; all tokens before it were.
-    possible = sum(turn.end - 1 for episode in episodes for turn in episode.turns[:-1])
-    waits = sum(call.duration_s for episode in episodes for call in episode.calls)
+    possible = sum(turn.end - 1 for played in plays for turn in played.turns[:-1])
+    waits = sum(call.duration_s for played in plays for call in played.calls)
     return {
-        "later_turns": turns - len(episodes),
+        "later_turns": turns - len(plays),
         "seconds": seconds,
-        "trajectories_per_s": len(episodes) / seconds,
-        "sampled_tokens_per_s": sum(int(episode.response_mask.sum()) for episode in episodes) / seconds,
-        "tool_wait_s_per_trajectory": waits / len(episodes),
+        "trajectories_per_s": len(plays) / seconds,
+        "sampled_tokens_per_s": sum(int(played.response_mask.sum()) for played in plays) / seconds,
+        "tool_wait_s_per_trajectory": waits / len(plays),
         "hit_rate_of_later_turns": hits / counted.later_tokens,
         "hit_rate_of_what_is_possible": hits / possible,
-        "mean_prompt_tokens_of_first_turns": counted.first_tokens / len(episodes),
-        "mean_prompt_tokens_of_later_turns": counted.later_tokens / (turns - len(episodes)),
+        "mean_prompt_tokens_of_first_turns": counted.first_tokens / len(plays),
+        "mean_prompt_tokens_of_later_turns": counted.later_tokens / (turns - len(plays)),
     }
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.core.types import Completion, RequestId, SamplingParams, Trajectory
 from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
 
@@ -104,8 +104,8 @@ class ScriptedPolicy:
         said = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in script(tool)]
         self._engine = PreparedEngine([_completion(ids) for ids in said])
 
-    async def run(self, count: int) -> list[Episode]:
-        """Run so many trajectories at once. Raises SystemExit if one departs from its script."""
+    async def run(self, count: int) -> list[Trajectory]:
+        """Play this number of trajectories at once. Raise SystemExit if one departs from the script."""
         engine, sampling = self._engine, SamplingParams(max_tokens=1024)
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -114,13 +114,13 @@ class ScriptedPolicy:
                 )
                 for i in range(count)
             ]
-        episodes = [task.result() for task in tasks]
-        wrong = [episode for episode in episodes if len(episode.turns) != TURNS or episode.failure]
-        failures = {record.failure for episode in episodes for record in episode.calls if record.failure}
-        calls = sum(len(episode.calls) for episode in episodes)
+        plays = [task.result() for task in tasks]
+        wrong = [played for played in plays if len(played.turns) != TURNS or played.status.is_error]
+        failures = {record.failure for played in plays for record in played.calls if record.failure}
+        calls = sum(len(played.calls) for played in plays)
         if wrong or failures or calls != count * (TURNS - 1):
             raise SystemExit(f"{len(wrong)} of {count} trajectories went wrong: {wrong[:1]} {failures} {calls} calls")
-        return episodes
+        return plays
 
 
 class PreparedEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_args, get_origin
@@ -34,7 +35,7 @@ defaults; `key.sub=value` on the command line wins over the file. Values are YAM
 | the learning rate and its schedule | `learner.optimizer.lr`, `.schedule`, `.warmup_steps` |
 | the batch: prompts, and completions of each | `train.groups_per_step`, `rollout.group_size` |
 | how long a run is, and how long completions may be | `train.num_steps`, `rollout.max_completion_tokens` |
-| your own data set and reward function | `data.train_files`, `reward.custom` ([data.md](data.md)) |
+| your own data set and reward function | `tasks`, `reward.custom` ([data.md](data.md)) |
 | out of memory in the learner | `learner.max_tokens_per_microbatch`, `.activation_checkpointing`, `.cpu_offload` |
 | out of memory in the server | `server.gpu_memory_utilization`, `.max_num_seqs`, `.tensor_parallel_size` |
 | the loss | `algorithm.adv_estimator`, `algorithm.policy_loss`, `algorithm.kl_loss_coef` |
@@ -43,7 +44,8 @@ defaults; `key.sub=value` on the command line wins over the file. Values are YAM
 
 def render() -> str:
     """Return the whole page."""
-    return "\n".join([HEADER, *_section(Config, "", Config())])
+    page = "\n".join([HEADER, *_section(Config, "", Config())])
+    return re.sub(r"docs/([\w-]+\.md(#[\w-]+)?)(?=[),;])", r"[\1](\1)", page)
 
 
 def keys_without_meaning() -> list[str]:
@@ -65,12 +67,20 @@ def _section(section: Section, prefix: str, values: BaseModel | None) -> Iterato
     for name, field in fields.items():
         if _is_section(field):
             yield f"## `{prefix}{name}`\n"
+            yield from _about(_as_section(field.annotation))
             yield from _section(_as_section(field.annotation), f"{prefix}{name}.", getattr(values, name, None))
     for name, field in fields.items():
         for element in _elements(field):
             kind = element.model_fields["type"].default if "type" in element.model_fields else ""
             yield f"## `{prefix}{name}[…]`{kind and f' of type {kind}'}\n"
+            yield from _about(element)
             yield from _element(element, f"{prefix}{name}[…].")
+
+
+def _about(section: Section) -> Iterator[str]:
+    """Yield the docstring of a section, as a paragraph."""
+    if "__doc__" in section.__dict__ and section.__doc__:
+        yield " ".join(section.__doc__.split()) + "\n"
 
 
 def _elements(field: FieldInfo) -> Iterator[Section]:

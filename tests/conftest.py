@@ -80,7 +80,7 @@ SLOW_UNITS = frozenset(
         "families", "provider", "mirror", "s3", "token_budget", "step", "audit", "bad_input", "traces", "packing",
         "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation", "gpu_check",
         "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
-        "imports", "external_agent", "server", "sandbox",
+        "imports", "external_agent", "server", "sandbox", "tutorial",
     )
 )  # fmt: skip
 """Files of unit/ that take over ten seconds each, three quarters of the room's time: `make test-fast` leaves them

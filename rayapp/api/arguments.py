@@ -57,7 +57,7 @@ def make_job(
         name = reward if isinstance(reward, str) else _noted(objects, _name_of(reward), reward)
         settings.append(f"reward.custom={json.dumps(name)}")
     if agent is not None:
-        settings += [f"agent.task_agent={agent}", f"agent.default_agent={agent}"]
+        settings.append(f"agent.name={agent}")
     return GivenRun(config=load(config, settings), objects=objects)
 
 
@@ -98,7 +98,9 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
     if isinstance(task, str | os.PathLike):
         return str(task)
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
-        raise InputError(f"a task has name, render and score (rayapp.CodingTask does); {type(task).__name__} has not")
+        raise InputError(
+            f"{type(task).__name__} is not a task: a task has name, render and score, as rayapp.CodingTask has"
+        )
     return _noted(objects, task.name, task)
 
 

@@ -143,7 +143,7 @@ def rows(
     _prepare(job)
     tried, setting = (data_source, "") if scored else ("FILE.py:FUNCTION", " reward.custom=FILE.py:FUNCTION")
     typer.echo(f"try it:   rayapp try reward {tried} --data {out}/train.parquet")
-    typer.echo(f"train it: rayapp train CONFIG data.train_files='[{out}/train.parquet]'{setting}")
+    typer.echo(f"train it: rayapp train CONFIG tasks='[{out}/train.parquet]'{setting}")
 
 
 @app.command(

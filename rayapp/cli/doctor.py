@@ -124,7 +124,7 @@ def metrics_port(port: int) -> Finding:
                 "note",
                 "metrics port",
                 f"{port} is taken, by a Ray that runs or by another program",
-                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray does not start",
+                cure=f"ray start --head --metrics-export-port={port + 1}: Ray does not start with a port that is taken",
             )
     return Finding("ok", "metrics port", f"{port} is free")
 
@@ -138,7 +138,7 @@ def _token_folder() -> Iterator[Finding]:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not (folder / "auth_token").exists() and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         cure = "set HOME to a folder of your own, or RAY_AUTH_TOKEN to a token (openssl rand -hex 32)"
-        yield Finding("problem", "home", f"{folder}/auth_token can't be written, where Ray keeps its token", cure)
+        yield Finding("problem", "home", f"{folder}/auth_token can't be written: Ray keeps its token there", cure)
 
 
 def _python() -> Finding:
@@ -307,7 +307,7 @@ def _demonstrations_fit(config: Config, *, has_tokenizer: bool) -> Iterator[Find
 
 
 def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    plays_tasks = not config.uses_data and config.default_agent != "single_turn_agent"
+    plays_tasks = not config.uses_data and config.agent_name != "single_turn_agent"
     if not (config.agent.tool_file or plays_tasks):
         return
     from rayapp.rollout.agent.build import check_parser
@@ -412,7 +412,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if not plan_gpu(shape, config, gpu).fits:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
-        yield Finding("problem", "GPU memory", "by `rayapp plan` it does not fit", cure=cure)
+        yield Finding("problem", "GPU memory", "`rayapp plan` finds that it does not fit", cure=cure)
     for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
         yield Finding("problem", "deadline", missed, cure="set the key as the message says, or leave it out")
 

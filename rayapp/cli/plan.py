@@ -130,7 +130,7 @@ def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
         mfu = f"{row.speed.mfu(gpu):.1%}" if row.speed.flops else "-"
         cells += [_gib(row.total), f"{row.speed.seconds:.1f}", mfu]
         yield f"{row.phase + ' (' + row.gpu + ')':<24}" + "".join(f"{cell:>10}" for cell in cells)
-    yield "stays, works: the learner's, between steps and at its peak; buffer: weights on their way to the servers"
+    yield "stays, works: the learner's memory between steps and at its peak; buffer: weights being sent to the servers"
 
 
 def simulated_line(config: Config, plan: GpuPlan) -> str:

@@ -194,7 +194,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     """Return a sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
-            f"provider {unknown[0]!r} keeps no list that outlives its sandboxes' maker; there are: {', '.join(KINDS)}"
+            f"provider {unknown[0]!r} can't list the sandboxes of another process; there are: {', '.join(KINDS)}"
         )
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
@@ -217,7 +217,7 @@ def _nothing_to_ask(kinds: Sequence[str], config: SandboxConfig | None) -> str:
             "run's config with --config. Local sandboxes end with the process that made them."
         )
     wanted = " or ".join(kinds or KINDS)
-    return f"the config has no {wanted} provider: of the others nothing outlives the run that made it"
+    return f"the config has no {wanted} provider: sandboxes of other providers end with the run that made them"
 
 
 async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, str], *, dry_run: bool) -> int:
@@ -272,7 +272,9 @@ def choose_provider(
     if kind == "local":
         return LocalProvider(levels=levels)
     if levels != LEVELS or packages:
-        raise InputError(f"--level and --package are the local provider's; a sandbox of {kind} is what its template is")
+        raise InputError(
+            f"--level and --package are for the local provider; a sandbox of {kind} is determined by its template"
+        )
     return remote_provider(_section(kind, config, url))
 
 

@@ -59,9 +59,7 @@ def _how_it_was_read(task: Task, answer: GivenText, reward: Reward) -> str:
     if reward.status != "syntax_error" or not prompt_for(task, answer.text).prefill:
         return ""
     assert isinstance(task, CodingTask)
-    return (
-        f" (the text has no `def {task.func_name}`, so it was read as what follows the prompt's {task.answer_prefix!r})"
-    )
+    return f" (the text has no `def {task.func_name}`, so it was appended to the prompt's {task.answer_prefix!r})"
 
 
 def read_answers(file: str) -> list[GivenText]:
@@ -178,7 +176,7 @@ def steps_of(text: str) -> range | None:
     if not text:
         return None
     if not first.isdigit() or (dash and not last.isdigit()):
-        raise InputError(f"--steps {text!r}: write a step or two with a dash, e.g. 3 or 1-10")
+        raise InputError(f"--steps {text!r}: write one step, or a first and a last step, e.g. 3 or 1-10")
     return range(int(first), int(last or first) + 1)
 
 

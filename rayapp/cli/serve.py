@@ -117,7 +117,7 @@ def serve(
     from rayapp.rollout.gateway.listening import bound
 
     if running and (model or max_tokens):
-        raise InputError("--running serves a run's policy as the run has it: leave --model and --max-tokens out.")
+        raise InputError("--running serves the policy with its run's settings: leave --model and --max-tokens out.")
     asked = load_config(config, [*(overrides or ()), *([f"model.path={json.dumps(model)}"] if model else [])])
     name = asked.run.name if running else asked.model.path
     if not running:
@@ -146,6 +146,7 @@ async def _serve(
     given_key: str,
     is_serving: asyncio.Event,
 ) -> None:
+    from rayapp.core.types import SamplingParams
     from rayapp.driver.cluster import open_running_servers, open_servers
     from rayapp.rollout.gateway.formats import Formats
     from rayapp.rollout.gateway.open_server import open_to_all
@@ -163,8 +164,12 @@ async def _serve(
             formats,
             engine,
             model=name,
-            max_tokens=config.max_model_tokens,
-            temperature=config.eval.temperature,
+            sampling=SamplingParams(
+                max_tokens=config.max_model_tokens,
+                temperature=config.eval.temperature,
+                top_p=config.eval.top_p,
+                top_k=config.eval.top_k,
+            ),
             key=given_key or new_key,
             sockets=sockets,
         )

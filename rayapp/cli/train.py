@@ -54,8 +54,6 @@ def train(
 
 
 _NO_DATA = (
-    "data.train_files=[]",
-    "data.eval_files=[]",
     "sources=[]",
     "eval.tasks=[]",
     "warmup.num_steps=0",

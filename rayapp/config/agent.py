@@ -1,4 +1,6 @@
-"""Sections `data`, `agent`, `reward`, and `sources`, whose entries override the former three. Data only."""
+"""Sections `data`, `agent`, `reward` and `sources`; an entry of `sources` overrides the other three. No logic but the
+defaults of sources.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,26 @@ EXTERNAL_AGENT = "external_agent"
 """Agent that is a user's program or function, for all rows and tasks of a source (docs/agents.md)."""
 
 
+DATA_FILES = (".parquet", ".jsonl", ".json")
+"""Suffixes of data files, whose rows are trained on."""
+AUTO = "auto"
+
+
+def is_data_file(reference: str) -> bool:
+    """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
+    return reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
+
+
 class DataSection(FrozenModel):
-    train_files: tuple[str, ...] = ()
-    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`; `sources` can
-    combine several of both."""
-    eval_files: tuple[str, ...] = ()
-    """Files to evaluate on, in order; never trained on."""
-    max_eval_rows: int = Field(0, ge=0)
-    """Evaluate only this many rows, from the first; 0: all."""
+    """How the rows of data files are read (docs/data.md). `tasks` and `eval.tasks` name the files."""
+
     shuffle: bool = True
-    """Shuffle the rows anew in each epoch, drawn from run.seed. False: keep the order of the files."""
+    """Shuffle the rows anew in each epoch, drawn from run.seed. false: keep the order of the files."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than rollout.max_prompt_tokens. False: `truncation` applies."""
+    """Drop prompts longer than rollout.max_prompt_tokens. false: `truncation` applies."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Part to cut from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse the prompt
-    before the first step."""
+    """Part to cut from a prompt that is longer than rollout.max_prompt_tokens: its beginning (left), end (right) or
+    middle. error: refuse the prompt before the first step."""
     cache_dir: Path = Path("data/cache")
     """Folder on each machine for copies of remote files and of a model on s3://."""
 
@@ -57,7 +64,7 @@ class ExternalSection(FrozenModel):
     """Environment variables of the program, besides those with the policy's address. The program sees no variables of
     the trainer."""
     max_output_chars: int = Field(16384, ge=0)
-    """Length of the end of the program's output that is kept with its trajectory."""
+    """Characters of the program's output that are kept with its trajectory, counted from the end."""
     files: dict[str, Path] = Field(default_factory=dict)
     """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
     only_named_model: bool = False
@@ -69,34 +76,38 @@ class ExternalSection(FrozenModel):
 
 
 class AgentSection(FrozenModel):
-    """Agent, tools and limits of a trajectory's turns."""
+    """Who plays tasks, with which tools and within which limits (docs/tools.md)."""
 
     tool_file: str = ""
-    """Tool file (docs/tools.md); verl's format is accepted too. Empty: only the tools that a coding task brings."""
-    default_agent: str = "tool_agent"
-    """Agent of data rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or
-    a plug-in's name (docs/plugins.md). external_agent is used for all rows, whatever agent they name."""
-    task_agent: str = "single_turn_agent"
-    """Agent of tasks, with the same values as default_agent."""
+    """File that lists the tools the policy may call (docs/tools.md); verl's format is accepted too. Empty: only the
+    tools that a task brings."""
+    name: str = AUTO
+    """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
+    (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another in its column
+    agent_name, unless this is external_agent. auto: tool_agent for rows, single_turn_agent for other tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
     calls in the model's chat template, trying those of its family first (docs/models.md)."""
     chat_template: str = ""
     """Chat template to use if the model's own doesn't support tools: a .jinja file, or the shipped chatml_hermes."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - pydantic copies it
+    """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training, evaluation and
+    `rayapp serve`."""
     max_assistant_turns: int = Field(5, ge=1)
-    """Maximum assistant turns. Tool calls in the last turn are not run, unless one of them submits the answer."""
+    """Most turns of the policy in one trajectory. Tool calls in the last turn are not run, unless one of them submits
+    the answer."""
     max_calls_per_turn: int = Field(8, ge=1)
-    """Most tool calls of one turn to run, in parallel; further calls get an error as their result."""
+    """Most tool calls of one turn to run; they run in parallel. Further calls get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
-    """Longest tool result; longer ones are cut."""
+    """Longest tool result that the policy reads; longer results are cut."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
     """Part of a cut result that is kept: its beginning (left), its end (right), or both (middle)."""
 
-    @field_validator("default_agent", "task_agent", mode="after")
+    @field_validator("name", mode="after")
     @classmethod
     def _known_agent(cls, value: str) -> str:
-        check_name("agents", value, (*AGENTS, EXTERNAL_AGENT))
+        check_name("agents", value, (AUTO, *AGENTS, EXTERNAL_AGENT))
         return value
 
 
@@ -117,7 +128,7 @@ class CodeSection(FrozenModel):
     total_timeout_s: float = Field(60.0, gt=0.0, le=3600.0)
     """Time limit for all tests of a completion. Tests that did not run by then count as failed."""
     memory_mib: int = Field(512, ge=64)
-    """Memory of a test's processes."""
+    """Most memory of all processes of one test, in MiB."""
 
 
 class RewardSection(FrozenModel):
@@ -143,8 +154,8 @@ class RewardSection(FrozenModel):
     custom_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call of the custom function."""
     judges: dict[str, float] = Field(default_factory=dict)
-    """Name of one of the run's judges -> its weight; also for tasks. With weight 0 the judge is asked and recorded, but
-    doesn't count."""
+    """Judges that score answers, for rows and all other tasks: name in `judges` -> weight. With weight 0 the judge's
+    score is recorded but not added to the reward."""
     verdict_weight: float = Field(1.0, allow_inf_nan=False)
     """Weight of the verdict beside the judges. 0: only judges count, also if no rule scores the data source."""
 
@@ -157,11 +168,11 @@ class SourceRollout(FrozenModel):
     """Limits of a source. They can't exceed the run's, which servers, learners and watchdogs are laid out for."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; longer ones are refused. None: rollout.max_prompt_tokens."""
+    """Longest prompt; longer ones are refused. null: rollout.max_prompt_tokens."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Most completion tokens of a trajectory. None: rollout.max_completion_tokens."""
+    """Most completion tokens of a trajectory. null: rollout.max_completion_tokens."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """Deadline of a group; a group that misses it is a failed rollout. None: rollout.group_deadline_s."""
+    """Deadline of a group; a group that misses it is a failed rollout. null: rollout.group_deadline_s."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,22 +189,24 @@ class SourceEval(FrozenModel):
     """Evaluation settings of a source. The run's section eval sets when it is evaluated."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks to evaluate in place of the source's training tasks."""
+    """Tasks or data files of this source to evaluate, as in the run's eval.tasks."""
+    max_problems: int | None = Field(None, ge=0)
+    """Most tasks or rows to evaluate, from the first; 0: all. null: eval.max_problems."""
     samples_per_task: int | None = Field(None, ge=1)
-    """Completions per task or data row. None: eval.samples_per_task."""
+    """Completions per task or data row. null: eval.samples_per_task."""
     temperature: float | None = Field(None, ge=0.0)
-    """Sampling temperature; 0 is greedy. None: eval.temperature."""
+    """Sampling temperature; 0 is greedy. null: eval.temperature."""
 
 
 class SourceSection(FrozenModel):
-    """One of the run's sources: tasks, or rows of data."""
+    """Tasks of one kind, with their share of the run's groups and their own settings (docs/tasks.md#mix-sources)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """Unique name, used in metrics, trajectories and filters."""
     ratio: float = Field(1.0, gt=0.0, allow_inf_nan=False)
-    """Share of the groups relative to the other sources' ratios: 2 gives twice as many groups as 1."""
+    """Weight of this source: a source of ratio 2 gets twice as many groups as one of ratio 1."""
     tasks: tuple[str, ...] = ()
-    """Tasks, as in the run's `tasks`. A source has either these or data files."""
+    """Tasks or data files, as in the run's `tasks`."""
     data: DataSection = DataSection()
     """Overrides of the run's section `data`; omitted keys keep the run's values."""
     agent: AgentSection = AgentSection()
@@ -202,11 +215,6 @@ class SourceSection(FrozenModel):
     """Overrides of the run's section `reward`; omitted keys keep the run's values."""
     rollout: SourceRollout = SourceRollout()
     eval: SourceEval = SourceEval()
-
-    @property
-    def has_files(self) -> bool:
-        """True for rows of data, False for tasks."""
-        return bool(self.data.train_files or self.data.eval_files)
 
 
 def filled_in(sources: Any, run: Mapping[str, Any]) -> Any:

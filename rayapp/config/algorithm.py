@@ -146,10 +146,17 @@ class RolloutCorrectionSection(FrozenModel):
     """Granularity of the importance weights. none: measure the difference but don't correct it."""
     threshold: float = Field(2.0, gt=1.0)
     """Importance weights above this are truncated to it (TIS)."""
+    min_weight: float | None = Field(None, gt=0.0, lt=1.0)
+    """Weights below this and above `threshold` are set to 0 instead of being truncated (IcePop). null: truncate."""
+
+    @property
+    def bounds(self) -> float | str:
+        """Threshold in verl's notation: a number truncates, `lower_upper` sets weights outside to 0."""
+        return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
 class DynamicSamplingSection(FrozenModel):
-    """DAPO's dynamic sampling."""
+    """DAPO's dynamic sampling: groups that teach nothing are replaced."""
 
     enabled: bool = False
     """Replace groups whose rewards are all equal with groups of further prompts, so that every group of a step has a
@@ -157,10 +164,13 @@ class DynamicSamplingSection(FrozenModel):
     max_dropped_per_step: int = Field(8, ge=1)
     """Most groups to replace per step. Further ones are kept, so that a step ends even if all or no prompts are
     solved."""
+    metric: str = ""
+    """Reward term to compare within a group, e.g. score or acc (verl's filter_groups.metric). Empty: the reward, length
+    penalty included. If a reward function returns only a number, acc is its score."""
 
 
 class CurriculumSection(FrozenModel):
-    """Prompts by difficulty."""
+    """Prompts of medium difficulty come more often (docs/learner.md#curriculum)."""
 
     enabled: bool = False
     """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
@@ -174,19 +184,21 @@ class OverlongSection(FrozenModel):
     """DAPO's treatment of completions that reach rollout.max_completion_tokens."""
 
     filter: bool = False
-    """Exclude truncated trajectories from the loss. They still count in their group's baseline."""
+    """Exclude trajectories that were cut off at their limit from the loss. They still count in their group's
+    baseline."""
     buffer_tokens: int = Field(0, ge=0)
-    """Length penalty: over this many last tokens before the limit, the reward falls linearly by `penalty`. 0: no
-    penalty."""
+    """Length of the zone before the limit in which the reward falls linearly, by `penalty` in all. 0: no penalty."""
     penalty: float = Field(1.0, gt=0.0)
-    """Reward that a completion at the limit loses."""
+    """Amount that is subtracted from the reward of a completion at the limit."""
 
 
 class AlgorithmSection(FrozenModel):
+    """From rewards to the loss (docs/learner.md)."""
+
     adv_estimator: str = "grpo"
     """Advantage estimator: a name in verl's ADV_ESTIMATOR_REGISTRY that needs no critic, or a plug-in's."""
     norm_adv_by_std: bool = True
-    """Divide advantages by the group's standard deviation. False: as in Dr. GRPO."""
+    """Divide advantages by the group's standard deviation. false: as in Dr. GRPO."""
     gdpo_reward_terms: tuple[str, ...] = ()
     """For gdpo: the reward terms to normalise separately. Empty: normalise the total reward."""
     policy_loss: str = "vanilla"
@@ -204,13 +216,14 @@ class AlgorithmSection(FrozenModel):
     """PPO's clip: upper bound of the probability ratio is 1 + clip_ratio_high. A value above clip_ratio_low is DAPO's
     clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1.0)
-    """Dual clip: bound of the loss for negative advantages."""
+    """Dual-clip PPO: for a negative advantage A, a token's loss is at most clip_ratio_c x |A|."""
     kl_loss_coef: float = Field(0.0, ge=0.0)
     """Weight of the KL loss to the frozen reference model. 0: no reference is loaded."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "low_var_kl+", "abs+"] = "k3"
+    """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3; abs is the absolute
+    log-ratio. With a `+`, the gradient is that of k2, which is unbiased."""
     entropy_coef: float = Field(0.0, ge=0.0)
-    """Weight of the entropy bonus. Entropy is measured every step, also at 0."""
+    """Weight of the policy's entropy, which the loss rewards. Entropy is measured every step, also with weight 0."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     curriculum: CurriculumSection = CurriculumSection()

@@ -14,9 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from pydantic import model_validator
 
-from rayapp.config.agent import AgentSection, DataSection, RewardSection, SourceSection, filled_in
+from rayapp.config.agent import (
+    AGENTS,
+    AUTO,
+    AgentSection,
+    DataSection,
+    RewardSection,
+    SourceSection,
+    filled_in,
+    is_data_file,
+)
 from rayapp.config.algorithm import NEEDS_NO_GROUP, AlgorithmSection
 from rayapp.config.base import FrozenModel
 from rayapp.config.learner import LearnerSection
@@ -48,11 +58,13 @@ class Config(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Names of shipped tasks, or paths of .yaml or .py files. Prompts cycle through them in a seeded order. Can't be
-    combined with data files or `sources`; with either, the default is no tasks."""
+    """What to train on. Either tasks: names of shipped ones, .yaml or .py files, task folders, benchmarks and
+    generators (docs/tasks.md). Or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the
+    Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine both,
+    use `sources`, with which this is empty."""
     sources: tuple[SourceSection, ...] = ()
-    """Several sets of tasks or data files in one run, each with a share of the groups and its own settings
-    (docs/tasks.md). Replaces `tasks` and data.train_files, which are short for one source with the run's settings."""
+    """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Replaces
+    `tasks`, which is short for one source with the run's settings."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
@@ -81,13 +93,15 @@ class Config(FrozenModel):
 
     @property
     def uses_data(self) -> bool:
-        """True for a run on data files, False for one on tasks."""
-        return bool(self.data.train_files or self.data.eval_files)
+        """True for a run on data files, False for one on other tasks."""
+        return any(map(is_data_file, (*self.tasks, *self.eval.tasks)))
 
     @property
-    def default_agent(self) -> str:
+    def agent_name(self) -> str:
         """Agent of tasks, and of data rows that name no agent: tool_agent, single_turn_agent or external_agent."""
-        return self.agent.default_agent if self.uses_data else self.agent.task_agent
+        tool_agent, single_turn_agent = AGENTS
+        usual = tool_agent if self.uses_data else single_turn_agent
+        return usual if self.agent.name == AUTO else self.agent.name
 
     @property
     def max_model_tokens(self) -> int:
@@ -130,12 +144,13 @@ class Config(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _data_in_place_of_tasks(cls, values: Any) -> Any:
-        """Make `tasks` empty if data files or sources are given and the user names no tasks."""
+    def _no_default_tasks(cls, values: Any) -> Any:
+        """Make `tasks` empty if the user names none, and gives sources or data files to evaluate."""
         if not isinstance(values, dict) or "tasks" in values:
             return values
-        data = values.get("data")
-        has_files = isinstance(data, dict) and (data.get("train_files") or data.get("eval_files"))
+        section = values.get("eval")
+        evaluated = section.get("tasks") if isinstance(section, dict) else ()
+        has_files = any(isinstance(task, str) and is_data_file(task) for task in evaluated or ())
         return values | {"tasks": []} if has_files or values.get("sources") else values
 
     @model_validator(mode="before")
@@ -162,7 +177,7 @@ class Source:
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:
-    """Return all sources of a run, at least one: `tasks` or data files are a single source without a name."""
+    """Return all sources of a run, at least one: `tasks` is a single source without a name."""
     if not config.sources:
         return (Source(name="", ratio=1.0, config=config),)
     return tuple(Source(name=each.name, ratio=each.ratio, config=_alone(config, each)) for each in config.sources)
@@ -180,7 +195,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
-        models["teacher"] = with_values(config, model={"path": section.teacher})
+        models["teacher"] = with_values(config, model={"path": section.teacher, "max_position_embeddings": None})
     return models
 
 
@@ -196,7 +211,7 @@ def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool 
 def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, to check and plan that model as one."""
     own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
-    return with_values(config, model={"path": server.path}, server=own)
+    return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 
 def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
@@ -211,8 +226,9 @@ def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
 
 
 def all_tasks(config: Config) -> tuple[str, ...]:
-    """Return the tasks of all sources, each once."""
-    return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))
+    """Return the tasks of all sources, each once, without data files."""
+    found = dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks)
+    return tuple(name for name in found if not is_data_file(name))
 
 
 def _alone(config: Config, source: SourceSection) -> Config:
@@ -335,9 +351,9 @@ def _sources_fit(config: Config) -> None:
         where = f"sources[{number}] ({source.name})"
         if names.index(source.name) != number:
             raise ValueError(f"{where}: sources[{names.index(source.name)}] has the same name. Metrics go by name.")
-        if bool(source.tasks) == source.has_files:
-            both, none = "both tasks and data files: make it two", "neither tasks nor data.train_files: give it one"
-            raise ValueError(f"{where} has {both if source.tasks else none}.")
+        if not source.tasks and not source.eval.tasks:
+            raise ValueError(f"{where} has no tasks: name tasks, or data files.")
+        _one_kind(_alone(config, source), f"{where}: ")
         _tools_have_players(_alone(config, source), f"{where}: ")
         for key, own in source.rollout.model_dump(exclude_none=True).items():
             most = config.group_deadline_s if key == "group_deadline_s" else getattr(config.rollout, key)
@@ -351,18 +367,18 @@ def _sources_fit(config: Config) -> None:
 def _external_agents_fit(config: Config) -> None:
     for source in sources_of(config):
         agent, where = source.config.agent, f"source {source.name}: " if source.name else ""
-        external, key = agent.external, "default_agent" if source.config.uses_data else "task_agent"
+        external = agent.external
         is_given = bool(external.command), bool(external.entry)
-        if source.config.default_agent != "external_agent":
+        if source.config.agent_name != "external_agent":
             if any(is_given):
                 raise ValueError(
-                    f"{where}agent.external is set, but agent.{key} is {source.config.default_agent}, which doesn't "
-                    f"use it. Set agent.{key}: external_agent, or leave agent.external out."
+                    f"{where}agent.external is set, but agent.name is {agent.name}, which doesn't use it. Set "
+                    "agent.name: external_agent, or leave agent.external out."
                 )
             continue
         if all(is_given) or not any(is_given):
             raise ValueError(
-                f"{where}agent.{key} is external_agent, and agent.external has "
+                f"{where}agent.name is external_agent, and agent.external has "
                 f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
                 "(docs/agents.md)."
             )
@@ -385,7 +401,7 @@ def _external_agents_fit(config: Config) -> None:
             )
         if not config.learner.share_prefixes:
             raise ValueError(
-                f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
+                f"{where}agent.name is external_agent, whose trajectories may fork, and learner.share_prefixes is "
                 "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
                 "learner.share_prefixes: true."
             )
@@ -480,37 +496,61 @@ def _dapo_fits(config: Config) -> None:
 
 def _tasks_or_data(config: Config) -> None:
     if config.sources:
-        given = [key for key, is_set in (("tasks", config.tasks), ("data files", config.uses_data)) if is_set]
-        if given:
-            raise ValueError(
-                f"{' and '.join(given)} and sources are both set: tasks and data files are short for a run with one "
-                "source. Make them a source of their own, or leave them out."
-            )
+        for key, given in (("tasks", config.tasks), ("eval.tasks", config.eval.tasks)):
+            if given:
+                raise ValueError(
+                    f"{key} ({', '.join(given)}) and sources are both set: {key} is short for a run with one source. "
+                    "Give a source these tasks, or leave them out."
+                )
         return
-    if config.uses_data and config.tasks:
-        raise ValueError(
-            f"tasks ({', '.join(config.tasks)}) and data.train_files or data.eval_files are both set: leave one out, "
-            "or say how they are mixed: `sources: [{name: code, ratio: 1, tasks: […]}, {name: rows, ratio: 1, data: "
-            "{train_files: […]}}]` (docs/tasks.md)."
-        )
+    _one_kind(config)
     _tools_have_players(config)
-    if config.reward.custom and config.tasks:
+    if config.reward.custom and config.tasks and not config.uses_data:
         raise ValueError(
-            f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}), which "
-            "score answers themselves: it would never be called. Name data files (data.train_files), or leave it out."
+            f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}) that "
+            "score answers themselves: it would never be called. Name data files (.parquet), or leave it out."
         )
+
+
+def _one_kind(config: Config, where: str = "") -> None:
+    """Refuse data files beside other tasks in one source: they differ in order, agent and scoring."""
+    rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
+    if not (any(rows) and any(others)):
+        return
+    said = (
+        f"{where}data files ({', '.join([*rows[0], *rows[1]])}) and other tasks ({', '.join([*others[0], *others[1]])})"
+    )
+    if not (rows[0] and others[0]):
+        raise ValueError(
+            f"{said} can't be in one source, and `tasks` has only one of these kinds. Evaluate the other kind by a "
+            "command of its own: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
+        )
+    sources = [
+        {"name": name, "ratio": 1, "tasks": trained} | ({"eval": {"tasks": evaluated}} if evaluated else {})
+        for name, (trained, evaluated) in (("problems", others), ("rows", rows))
+    ]
+    written = yaml.safe_dump(sources, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    raise ValueError(f"{said} can't be in one source. Make them two: `sources: {written}` (docs/tasks.md).")
+
+
+def _of_kind(config: Config, *, files: bool) -> tuple[list[str], list[str]]:
+    """Return the tasks to train on and those to evaluate: data files, or all others."""
+    trained, evaluated = (
+        [task for task in tasks if is_data_file(task) == files] for tasks in (config.tasks, config.eval.tasks)
+    )
+    return trained, evaluated
 
 
 def _tools_have_players(config: Config, where: str = "") -> None:
-    if config.agent.tool_file and config.default_agent == "external_agent":
+    if config.agent.tool_file and config.agent_name == "external_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent brings tools of its own: "
             "leave it empty."
         )
-    if config.agent.tool_file and not config.uses_data and config.default_agent == "single_turn_agent":
+    if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
-            "set agent.task_agent: tool_agent, or leave agent.tool_file empty. Several sources can have one each."
+            "set agent.name: tool_agent, or leave agent.tool_file empty. Several sources can have one each."
         )
 
 

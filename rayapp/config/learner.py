@@ -10,12 +10,14 @@ from rayapp.config.base import Dtype, FrozenModel
 
 
 class OptimizerSection(FrozenModel):
+    """AdamW, and its learning rate over the steps."""
+
     lr: float = Field(1e-6, gt=0.0)
     """Learning rate at the peak of the schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's mean and variance."""
+    """AdamW's decay rates: of the running mean of the gradient, and of its square."""
     eps: float = Field(1e-8, gt=0.0)
-    """AdamW's term in the denominator."""
+    """Small number that AdamW adds to its denominator, against division by zero."""
     weight_decay: float = Field(0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0.0)
@@ -26,7 +28,7 @@ class OptimizerSection(FrozenModel):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps in which the learning rate rises linearly from 0 to lr."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """The schedule ends at lr * min_lr_ratio."""
+    """Learning rate at the end of the schedule as a share of lr; has no effect on a constant schedule."""
 
 
 class LoraSection(FrozenModel):
@@ -35,9 +37,9 @@ class LoraSection(FrozenModel):
     rank: int = Field(0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = Field(32, ge=1)
-    """The adapter's product is scaled by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
-    """Names of linear layers to adapt, e.g. q_proj; all-linear: all of the decoder's."""
+    """Names of the linear layers that get adapters, e.g. q_proj. all-linear: all linear layers of the decoder."""
     send: Literal["adapter", "merged"] = "adapter"
     """Weights that servers get after each step. adapter: only the low-rank matrices. merged: full weights with the
     adapters merged in, for models that vLLM can't serve with LoRA, or for faster generation at the cost of more bytes
@@ -59,8 +61,10 @@ class LoraSection(FrozenModel):
 
 
 class LearnerSection(FrozenModel):
+    """Processes that train, and their memory and precision (docs/learner.md)."""
+
     num_learners: int = Field(1, ge=1)
-    """Number of learner processes (FSDP2 world size)."""
+    """Number of learner processes (FSDP2 world size): one for each GPU that trains."""
     replicas: int = Field(1, ge=1)
     """Number of model replicas (HSDP): the learners form this many groups, and each group shards a full model. 1:
     shard it over all learners. On several nodes use the number of nodes, so that only gradients cross nodes."""
@@ -71,12 +75,12 @@ class LearnerSection(FrozenModel):
     """Most tokens of one forward pass of a learner. It determines the memory of activations and nothing else. auto: at
     the start, measure how many fit and take a power of two; runs with different values differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
-    """Dtype of forward, backward and frozen parameters (a reference, a teacher, the model under adapters). Trained
-    parameters and optimizer state are float32."""
+    """Number format of forward, backward and frozen parameters (a reference, a teacher, the model under adapters).
+    Trained parameters and optimizer state are float32."""
     share_prefixes: bool = True
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass, which takes less memory and a third more time."""
     compile: bool = False
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
     rounding. The first steps take longer. Needs a C++ compiler on the learners' nodes, and Triton on GPUs."""
@@ -84,12 +88,12 @@ class LearnerSection(FrozenModel):
     """For mixtures of experts: train each token, and compute its old log-prob, with the experts that the server chose
     (R3). The learner still computes the mixture weights, and a reference chooses its own experts (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
-    """Tokens whose logits are in memory at once: vocabulary x this x 4 bytes."""
+    """Tokens whose logits are in memory at once. They take this x vocabulary size x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)
     """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the learners, or half of that
     if servers compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
     step_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of one training step. Learners that miss it are replaced."""
+    """Time limit of one training step. Learners that exceed it are replaced."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2). Slower; for models that don't fit on the
     GPU."""

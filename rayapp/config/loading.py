@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -29,11 +30,11 @@ ALIASES: Mapping[str, str] = {
     "batch_size": "train.groups_per_step",
     "beta": "algorithm.kl_loss_coef",
     "bf16": "learner.compute_dtype",
-    "dataset_name": "data.train_files",
+    "dataset_name": "tasks",
     "entropy_coeff": "algorithm.entropy_coef",
     "epsilon": "algorithm.clip_ratio_low",
     "epsilon_high": "algorithm.clip_ratio_high",
-    "eval_dataset": "data.eval_files",
+    "eval_dataset": "eval.tasks",
     "eval_steps": "eval.every_steps",
     "experiment_name": "run.name",
     "generation_batch_size": "train.groups_per_step",
@@ -82,12 +83,21 @@ ALIASES: Mapping[str, str] = {
     "total_epochs": "train.num_steps",
     "total_training_steps": "train.num_steps",
     "train_batch_size": "train.groups_per_step",
-    "train_dataset": "data.train_files",
-    "val_files": "data.eval_files",
+    "train_dataset": "tasks",
+    "val_files": "eval.tasks",
+    "val_max_samples": "eval.max_problems",
     "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "server.tensor_parallel_size",
 }
 """Key of TRL or verl -> key here, for names that no key here ends with."""
+RENAMED: Mapping[str, str] = {
+    "agent.agent_name": "agent.name",
+    "agent.task_agent": "agent.name",
+    "data.eval_files": "eval.tasks",
+    "data.max_eval_rows": "eval.max_problems",
+    "data.train_files": "tasks",
+}
+"""Key of an earlier version -> its name now, in the configuration and in each of its sources."""
 
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
@@ -112,6 +122,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         for override in in_lists:
             _change_in_list(merged, override)
         values = OmegaConf.to_container(merged, resolve=True)
+        if old := renamed_keys(values):
+            raise ConfigError(f"{where}: " + "; ".join(f"{key} is now called {name}" for key, name in old.items()))
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {first_line(error)}") from error
@@ -119,6 +131,24 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error
     _check_names(config)
     return config
+
+
+def renamed_keys(values: Any) -> dict[str, str]:
+    """Return the old keys in unvalidated settings, each with its name now.
+
+    Example: `{"sources": [{"data": {"train_files": []}}]}` -> `{"sources[0].data.train_files": "sources[0].tasks"}`.
+    """
+    sources = values.get("sources") if isinstance(values, dict) else None
+    places = {"": values} | {
+        f"sources[{i}].": each for i, each in enumerate(sources if isinstance(sources, list) else ())
+    }
+    found = {}
+    for place, settings in places.items():
+        for old, new in RENAMED.items():
+            section, _, key = old.partition(".")
+            if isinstance(settings, dict) and isinstance(held := settings.get(section), dict) and key in held:
+                found[f"{place}{old}"] = f"{place}{new}"
+    return found
 
 
 def to_yaml(config: Config) -> str:

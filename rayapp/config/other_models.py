@@ -223,16 +223,17 @@ class JudgeSection(FrozenModel):
     """How the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in the
     prompt only), for servers that refuse json_schema."""
     temperature: float | None = Field(0.0, ge=0.0)
-    """Sampling temperature of the judge. None: not sent, for models that refuse it."""
+    """Sampling temperature of the judge. null: not sent, for models that refuse it."""
     max_tokens: int = Field(1024, ge=16)
     """Most tokens of the judge's answer, including its reasons."""
     timeout_s: float = Field(60.0, gt=0.0)
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
     max_retries: int = Field(3, ge=0)
-    """Retries of a request after 408, 429, 5xx, no answer, or no connection."""
+    """How often a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
-    """Rate limit of the whole run, divided among the rollout workers. 0: no limit but the server's 429."""
+    """Most requests per minute of the whole run, divided among the rollout workers. 0: no limit of our own; the server
+    may refuse with status 429."""
     max_concurrent: int = Field(32, ge=1)
     """Most requests in flight at once, over the whole run."""
     cache: bool = True

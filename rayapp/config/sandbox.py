@@ -17,7 +17,7 @@ class LocalConfig(FrozenModel):
     """Most sandboxes alive at once. 0: `max_leases`, or one per core if that is 0 too; with more than one per core,
     code would be slowed down by other sandboxes and could miss its deadline."""
     packages: tuple[str, ...] = ()
-    """Packages preloaded in every sandbox, e.g. [numpy], in addition to those its task names."""
+    """Python packages that every sandbox has, e.g. [numpy], besides the packages that its task names."""
 
 
 class _Remote(FrozenModel):
@@ -39,9 +39,9 @@ class _Created(_Remote):
     """Providers whose sandboxes the pool creates ahead of use."""
 
     creations_per_s: float = Field(1.0, gt=0, le=1000)
-    """Sustained rate of creations in sandboxes per second: providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
+    """Sandboxes to create per second over a longer time; providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
     creation_burst: int = Field(5, ge=1)
-    """Creations that may start at once after a pause."""
+    """Sandboxes that may be created at once after a pause, beyond the sustained rate."""
 
 
 class E2BConfig(_Created):
@@ -84,7 +84,7 @@ class DaytonaConfig(_Created):
     max_sandboxes: int = Field(10, ge=1)
     """Most sandboxes alive at once: the account's CPU quota minus other use."""
     creations_per_s: float = Field(4.0, gt=0, le=1000)
-    """Sustained rate of creations in sandboxes per second: the lowest tier allows 300 a minute."""
+    """Sandboxes to create per second over a longer time; the lowest tier allows 300 a minute."""
     snapshot: str = ""
     """Snapshot for tasks that name no template. Empty: Daytona's default. Can't be combined with `image`."""
     image: str = ""
@@ -98,9 +98,9 @@ class DaytonaConfig(_Created):
     api_url: str = ""
     """URL of the API. Empty: Daytona's own."""
     target: str = ""
-    """Region. Empty: the account's default."""
+    """Region of the sandboxes. Empty: the account's default."""
     allow_internet: bool = False
-    """Let code in a sandbox reach the network."""
+    """Let code in a sandbox reach the internet. Completions could then look up their answers."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -133,13 +133,13 @@ class FakeConfig(_Created):
 
     type: Literal["fake"] = "fake"
     creations_per_s: float = Field(1000.0, gt=0, le=1000)
-    """Sustained rate of creations in sandboxes per second; no real provider limits it."""
+    """Sandboxes to create per second over a longer time."""
     latency_s: float = Field(0.0, ge=0, le=60)
-    """Duration of each call."""
+    """Seconds that each call takes."""
     fail_share: float = Field(0.0, ge=0, le=1)
     """Share of calls that fail, in all the ways that a provider can fail."""
     seed: int = 0
-    """Seed that draws the calls that fail."""
+    """Seed of the random choice of calls that fail."""
 
 
 class PluginConfig(_Created):
@@ -158,43 +158,46 @@ ProviderConfig = Annotated[
 
 
 class SandboxConfig(FrozenModel):
-    """Sandboxes for model-written code: providers and limits."""
+    """Sandboxes for model-written code: who provides them, and the limits of the pool (docs/sandboxes.md)."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
-    """Providers in order of preference. A later one is used only while all earlier ones have no quota or keep failing.
-    Results from a fallback say so."""
+    """Sandbox providers in order of preference. A later one is used only while all earlier ones have no quota or keep
+    failing; its results are marked."""
     max_leases: int = Field(0, ge=0)
     """Most sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers' limits."""
     max_waiting: int = Field(10_000, ge=1)
-    """Most callers that may wait for a lease. Further ones are refused at once instead of timing out."""
+    """Most requests for a sandbox that may wait at once. Further requests are refused at once instead of timing out."""
     lease_ttl_s: float = Field(600.0, gt=0)
-    """A lease that is not returned within this time is revoked. Must exceed any task's timeout_s."""
+    """Longest time that one use of a sandbox (a lease) may take; then the sandbox is taken back. Must exceed any task's
+    timeout_s."""
     holder_timeout_s: float = Field(60.0, gt=0)
     """A rollout worker that sends nothing for this long counts as dead, and its leases are revoked."""
     min_ready: int = Field(0, ge=0)
-    """Idle remote sandboxes to keep warm for each kind in use, ready for a step's burst."""
+    """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
     prefetch: bool = False
     """While the learner trains, create as many remote sandboxes for the next step as earlier steps used at once. Idle
     sandboxes cost money; they are ended after idle_timeout_s, which should be longer than a step."""
     max_uses: int = Field(1, ge=1)
-    """Leases that one remote sandbox serves. With 1, nothing is left behind for the next lease; with more, each
-    returned sandbox is checked."""
+    """How often one remote sandbox is used before it is ended. With 1, no use finds files of an earlier one; with more,
+    each returned sandbox is checked."""
     create_timeout_s: float = Field(90.0, gt=0, le=3600)
-    """Longest wait for a creation. A sandbox that is ready later is adopted or killed."""
+    """Longest wait for a new sandbox. A sandbox that becomes ready later is used for another request or ended."""
     sandbox_ttl_s: float = Field(900.0, ge=60, le=86400)
-    """The provider ends a sandbox that was not extended for this long: the last resort against leaks."""
+    """Lifetime that the provider is asked for, extended while the sandbox is in use: should the run die, the provider
+    ends the sandbox after this time."""
     idle_timeout_s: float = Field(300.0, gt=0)
-    """A warm sandbox beyond min_ready that is unused for this long is ended, as it costs money."""
+    """Idle time after which a remote sandbox beyond min_ready is ended, as it costs money."""
     sweep_every_s: float = Field(60.0, gt=0)
     """Seconds between comparisons of the provider's list of sandboxes with the pool's, to end stray ones."""
     breaker_failures: int = Field(5, ge=1)
     """Consecutive failed creations after which a provider is paused."""
     breaker_cooldown_s: float = Field(30.0, gt=0)
-    """Length of that pause; doubled each time the provider fails again, up to ten minutes."""
+    """Length of a provider's pause after breaker_failures failed creations; doubled each time the provider fails again,
+    up to ten minutes."""
     reaper_grace_s: float = Field(120.0, gt=0)
     """A run that sends nothing for this long counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
-    """Run model-written code without isolation if the node offers none; every result then says so."""
+    """Run model-written code without isolation on nodes that offer none; every result is then marked."""
 
     @model_validator(mode="after")
     def _distinct_providers(self) -> Self:

@@ -26,22 +26,25 @@ GPU_BATCHED_TOKENS = 8192
 
 
 class RunSection(FrozenModel):
+    """Name, folder, resume and seed of the run (docs/run-folder.md)."""
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """Names the run folder, the Ray namespace and the sandboxes' labels."""
+    """Name of the run: of its folder, its Ray namespace and its sandboxes' labels."""
     output_dir: str = Field("outputs", min_length=1)
-    """The run folder is `<output_dir>/<name>`: a path, or s3://bucket/prefix. Credentials are in the environment."""
+    """Folder that holds the run folder `<output_dir>/<name>`: a path, or s3://bucket/prefix, whose credentials are in
+    the environment (docs/object-storage.md)."""
     staging_dir: Path = Path("~/.cache/rayapp/runs")
     """Local folder for the files of a run on s3:// until they are uploaded. The driver and the learners must share it.
     It is emptied when the run has ended and all its files are uploaded."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: continue from the last complete checkpoint if there is one. never: refuse a folder that holds a run.
-    must: refuse to start without a checkpoint."""
+    """What to do if the run folder exists. auto: continue from the last complete checkpoint if there is one. never:
+    refuse a folder that holds a run. must: refuse to start without a checkpoint."""
     allow_changed: tuple[str, ...] = ()
     """Keys or sections, e.g. learner.optimizer.lr, that may differ from the config the run folder was made with. A run
     resumes only if all other keys that affect training are unchanged."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of prompt order, sampling and hidden tests. The same seed and config give the same run (synchronous, on
-    CPU)."""
+    """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
+    and configuration."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -59,28 +62,37 @@ class RunSection(FrozenModel):
 
 
 class ModelSection(FrozenModel):
+    """The policy (docs/models.md)."""
+
     path: str = "models/smollm2-135m"
     """Hugging Face model: a local folder, an s3:// folder, or a hub id. `rayapp model fetch smollm2-135m` fetches the
     default."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. It has access to your credentials: leave it off for models you don't
     trust."""
+    max_position_embeddings: int | None = Field(None, ge=1)
+    """Longest sequence of the model in tokens, in place of its config.json's. null: as in config.json. Longer sequences
+    than those it was trained on cost quality."""
 
 
 class RolloutSection(FrozenModel):
+    """How groups of trajectories are sampled."""
+
     group_size: int = Field(16, ge=2)
-    """Trajectories per prompt (G). At 1 every group-relative advantage is zero."""
+    """Trajectories sampled for each prompt (G). Advantages compare them with each other, so there are at least two."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Longest prompt. Longer ones are refused before training starts."""
+    """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
+    or dropped instead (data.truncation, data.filter_overlong_prompts)."""
     max_completion_tokens: int = Field(256, ge=1)
     """Most completion tokens of a trajectory, over all its turns and tool results. Longer ones are cut off."""
     temperature: float = Field(1.0, gt=0.0)
-    """Sampling temperature. Engine and learner both compute log-probs at it."""
+    """Sampling temperature of training. Servers and learners compute log-probs at this temperature."""
     num_workers: int = Field(1, ge=1)
-    """Rollout worker processes; each runs many groups at once."""
+    """Number of rollout worker processes; each plays many groups at once."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """Deadline of a group; a group that misses it is a failed rollout. None: 0.25 s per token of max_completion_tokens,
-    times the batches that the servers need for all sequences in flight; at least 300 s."""
+    """Time limit of a group, from its start to its last verdict; a group that exceeds it counts as failed. null: 0.25 s
+    per token of max_completion_tokens, times the batches that the servers need for all sequences in flight; at least
+    300 s."""
     max_failed_ratio: float = Field(0.3, ge=0.0, le=1.0)
     """Largest share of the last ten steps' trajectories that may fail for reasons other than the policy. Above it, the
     run stops."""
@@ -99,13 +111,15 @@ class RolloutSection(FrozenModel):
 
 
 class TrainSection(FrozenModel):
+    """Number and size of the training steps, and how far generation may run ahead of them (docs/concepts.md)."""
+
     num_steps: int = Field(100, ge=1)
     """Training steps of the run. May change on resume while learner.optimizer.schedule is constant."""
     groups_per_step: int = Field(2, ge=1)
-    """Groups, one per prompt, that each training step trains on (P)."""
+    """Groups that each training step trains on, one for each prompt (P)."""
     num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps per training step, each on an equal part of its groups. 1 is on-policy: old log-probs are those
-    of the update itself."""
+    """Optimizer steps per training step, each on an equal part of the step's groups. 1 is on-policy: the
+    weights change once, after all groups of the step are computed."""
     max_staleness: int = Field(0, ge=0)
     """Most optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous. Above
     0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches 1 every ratio is 1
@@ -113,7 +127,7 @@ class TrainSection(FrozenModel):
     training share its cores."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. None: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
+    stays within max_staleness. null: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
 
 
 class WarmupSection(FrozenModel):
@@ -139,21 +153,24 @@ class WarmupSection(FrozenModel):
 
 
 class ServerSection(FrozenModel):
+    """vLLM servers that sample, and how they get new weights (docs/scale.md)."""
+
     num_servers: int = Field(1, ge=1)
     """Number of vLLM servers that sample; each holds the whole model."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of one node that a server splits the model over."""
     dtype: Dtype = "bfloat16"
-    """Dtype of the weights that servers compute with."""
+    """Number format of the servers' weights and computation."""
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
     """Share of the GPU's memory that vLLM takes; unused on CPU."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
-    """KV cache of each rank on CPU, in GiB; may be fractional. Each GiB adds seconds to the start. Unused on GPU."""
+    """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
+    start. Unused on GPU."""
     kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
     """Tokens per KV cache block. A group shares only whole blocks of its prompt; the rest is computed for each
     trajectory. 0: vLLM's default, which on CPU is 128, longer than many prompts."""
     max_num_seqs: int = Field(64, ge=1)
-    """Most sequences that a server decodes at once."""
+    """Most sequences that a server decodes at once; further ones wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
     """Most tokens that a server computes in one engine step, decoded tokens and prompt chunks together. 0: 8192 on
     GPUs, vLLM's default on CPU."""
@@ -164,17 +181,17 @@ class ServerSection(FrozenModel):
     """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the servers, or half of that if
     learners compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Deadline for a server to load the model and be ready."""
+    """Time limit for a server to load the model and be ready."""
     request_timeout_s: float | None = Field(None, gt=0)
-    """Deadline of one completion, including its wait at the server. None: the group's deadline."""
+    """Time limit of one completion, including its wait at the server. null: the limit of the group."""
     sync_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
+    """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
     weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
     """How weights reach the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they share
     the learners'. gloo works like nccl, for machines without GPUs."""
     weight_bucket_mib: int = Field(256, ge=1)
-    """Weights are sent in buckets of this size, so that no device holds a second full copy."""
+    """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         """Return True if vLLM neither compiles nor captures graphs."""
@@ -196,8 +213,10 @@ class ServerSection(FrozenModel):
 
 
 class CheckpointSection(FrozenModel):
+    """When checkpoints are saved, and which are kept (docs/recover.md)."""
+
     every_steps: int = Field(10, ge=0)
-    """Steps between checkpoints. 0: save only at the end."""
+    """Training steps between checkpoints. 0: save only at the end."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
@@ -206,15 +225,20 @@ class CheckpointSection(FrozenModel):
     """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without it have no score. If
     keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
-    """Parts of a checkpoint. hf_model adds a Hugging Face folder. Without model and optimizer a run can't be
-    resumed."""
+    """Parts of a checkpoint. model, optimizer: what a resume needs, both of them. hf_model: also a Hugging Face folder
+    of the weights."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
 
 class EvalSection(FrozenModel):
+    """What is evaluated, and when (docs/data.md#evaluation)."""
+
     tasks: tuple[str, ...] = ()
-    """Tasks to evaluate in place of the training tasks, e.g. the same tasks in other words."""
+    """Tasks or data files to evaluate, e.g. the training tasks in other words; never trained on. Empty: the training
+    tasks; rows of data files are not evaluated then."""
+    max_problems: int = Field(0, ge=0)
+    """Most tasks or rows to evaluate, from the first; 0: all."""
     every_steps: int = Field(0, ge=0)
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""
@@ -225,36 +249,45 @@ class EvalSection(FrozenModel):
     """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)
     """Sampling temperature of evaluations; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Evaluations sample from the most likely tokens that together have this probability. 1: from all. Training always
+    samples from all."""
+    top_k: int = Field(0, ge=0)
+    """Evaluations sample from this many most likely tokens. 0: from all."""
 
 
 class ClusterSection(FrozenModel):
+    """The Ray cluster and its GPUs (docs/scale.md)."""
+
     address: str = ""
     """Address of a Ray cluster to attach to. Empty: RAY_ADDRESS, else a Ray that runs on this machine, else a new
     one."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
-    """split: servers and learners have separate GPUs. colocated: they share all GPUs, and servers sleep while learners
-    train; only for synchronous runs. Without GPUs both are the same."""
+    """Which GPUs servers and learners use. split: separate ones. colocated: they share all GPUs, and servers sleep
+    while learners train; only for synchronous runs. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs that this run may use, checked before anything starts. None: ask the cluster."""
+    """GPUs that this run may use, checked before anything starts. null: ask the cluster."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
     """Seconds to wait until the cluster has the GPUs this run needs; 0 refuses at once. For clusters that autoscale or
     whose workers join after the head."""
     object_store_mib: int = Field(1024, ge=100)
-    """Size of the object store of a Ray that the run starts. It holds two copies of the weights and the groups in
-    flight."""
+    """Size in MiB of the object store, if the run starts Ray. It has to hold two copies of the weights and the groups
+    in flight."""
     dashboard: bool = True
     """Start Ray's dashboard if the run starts Ray. The dashboard takes some memory and CPU time."""
     log_to_driver: bool = False
-    """Show the actors' output in the driver's. It is always in Ray's logs and the dashboard."""
+    """Also print the output of all processes in the driver's terminal. It is always in Ray's logs and the dashboard."""
     start_timeout_s: float = Field(120.0, gt=0)
-    """Deadline for placing each actor."""
+    """Time limit for Ray to place each process of the run."""
 
 
 class RecoverySection(FrozenModel):
+    """When a process counts as dead or hanging, and how often it is replaced (docs/recover.md)."""
+
     max_restarts: int = Field(3, ge=0)
-    """Restarts allowed per process in a run (learners count together); one more failure ends the run. 0: never
+    """Restarts of each process that a run may need (all learners count as one); one more failure ends the run. 0: never
     restart."""
     ping_every_s: float = Field(2.0, gt=0)
     """Seconds between health checks of each process."""
@@ -273,6 +306,8 @@ class RecoverySection(FrozenModel):
 
 
 class TrackingSection(FrozenModel):
+    """Metrics, traces, trajectories and logs of the run (docs/operate.md)."""
+
     trackers: tuple[str, ...] = ("console", "jsonl")
     """Trackers that each step's metrics go to: console, jsonl, tensorboard, mlflow, wandb, or plug-ins
     (docs/plugins.md). A failing tracker is reported once and counted in `tracking/failed`; training continues."""
@@ -281,12 +316,13 @@ class TrackingSection(FrozenModel):
     mlflow_uri: str = ""
     """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the rollouts that are sent to MLflow as traces, if it is a tracker: turns, generations, tool calls and
-    sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
+    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker: turns, generations, tool
+    calls and sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
     wandb_mode: Literal["offline", "online"] = "offline"
-    """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
+    """Where W&B writes. offline: files in the run folder, for `wandb sync`. online: W&B's server, with
+    WANDB_API_KEY."""
     trajectories: bool = True
-    """Write trajectories/step=NNNNNN.parquet."""
+    """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""
     log_format: Literal["text", "json"] = "text"
     """Format of logs. json: every process logs one object per line, with the ids of run, step, group, actor and
     task."""

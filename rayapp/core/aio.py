@@ -134,7 +134,7 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             await task
         except Exception as error:  # boundary: whatever it is, the caller has been told to stop
-            log.warning("stopped, and what was to end first failed: %s: %s", type(error).__name__, error)
+            log.warning("stopped, but the work that had to finish first failed: %s: %s", type(error).__name__, error)
             raise cancelled from error
         raise
 

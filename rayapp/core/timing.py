@@ -55,7 +55,7 @@ class InHand:
         still_s = self._clock() - max(self._moved_at, self._oldest)
         if still_s >= limit_s:
             raise StalledError(
-                f"{who} answers, but none of the {len(self._begun)} {work} it has in hand got on for {still_s:.0f} s "
+                f"{who} answers, but none of the {len(self._begun)} {work} in progress advanced for {still_s:.0f} s "
                 f"(recovery.stall_replace_s = {limit_s:g})."
             )
 
@@ -67,8 +67,8 @@ class InHand:
         """
         if self._begun and (age_s := self._clock() - self._oldest) >= limit_s:
             raise StalledError(
-                f"{who} answers, but one of the {len(self._begun)} {work} it has in hand has not ended after "
-                f"{age_s:.0f} s, past rollout.group_deadline_s, which it keeps itself."
+                f"{who} answers, but one of the {len(self._begun)} {work} in progress has not ended after "
+                f"{age_s:.0f} s, although it should end them after rollout.group_deadline_s."
             )
 
     @property

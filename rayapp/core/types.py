@@ -152,6 +152,9 @@ class Reward:
         return cls(value=0.0, status="invalid", valid=False, failure_kind=failure_kind, detail=detail)
 
 
+UNSCORED = Reward.invalid("unscored", "no verdict has been given")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One rendered prompt, ready for the engine."""
@@ -262,7 +265,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode.
+    """Everything that was read and sampled in one play of a prompt.
 
     Example: prompt [5, 9], completion [7, 2] -> token_ids [5, 9, 7, 2], response_mask [F, F, T, T],
     rollout_log_probs [0, 0, -0.1, -2.3].
@@ -275,7 +278,9 @@ class Trajectory:
     rollout_log_probs: FloatArray
     """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
     completion_text: str
-    reward: Reward
+    """The answer that was handed in, else the text of the last turn."""
+    reward: Reward = UNSCORED
+    """The verdict; for a play that failed, an invalid one that says why."""
     status: RolloutStatus
     min_policy_version: int
     max_policy_version: int
@@ -292,6 +297,8 @@ class Trajectory:
     routed_experts: ExpertArray | None = None
     """(T, layers, k) with `learner.router_replay`: experts of each token, as the engine chose them when it first
     computed the token; 0 for tokens that nothing was sampled after, which no forward pass has read."""
+    tool_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By tool or environment: its reward for the whole play. Part of the verdict; not recorded by itself."""
 
     @classmethod
     def of_tokens(
@@ -318,6 +325,10 @@ class Trajectory:
             min_policy_version=0,
             max_policy_version=0,
         )
+
+    @property
+    def calls(self) -> tuple[CallRecord, ...]:
+        return tuple(call for turn in self.turns for call in turn.calls)
 
     @property
     def num_tokens(self) -> int:

@@ -159,6 +159,15 @@ _KINDS: Mapping[object, str] = {
 }
 
 
+_PLURALS: Mapping[str, str] = {"text": "texts", "a number": "numbers", "": "sections"}
+_FORMS: Mapping[str, str] = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "1 to 63 letters, digits, '.', '_' and '-', the first a letter or digit",
+    r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$": "1 to 63 letters, digits, '_' and '-', the first a letter or digit",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "a Python name",
+}
+"""Pattern of a key -> the same in words."""
+
+
 def _values(annotation: object, rules: Sequence[object] = ()) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -166,14 +175,18 @@ def _values(annotation: object, rules: Sequence[object] = ()) -> str:
         return _values(arguments[0], (*inner, *rules))
     if origin in (typing.Union, types.UnionType):
         kinds = [_values(each, rules) for each in arguments if each is not type(None)]
-        return " or ".join(kind for kind in kinds if kind) + (", or null" if type(None) in arguments else "")
+        return ", or ".join([*filter(None, kinds), *["null"] * (type(None) in arguments)])
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
     if origin is tuple:
-        choices = _values(arguments[0]) if typing.get_origin(arguments[0]) is typing.Literal else ""
-        kind = f"a list{choices and f', each {choices}'}"
+        each = _values(arguments[0])
+        number = "" if ... in arguments else f"{len(arguments)} "
+        kind = f"a list of {number}{_PLURALS[each]}" if each in _PLURALS else f"a list, each {each}"
+    elif origin is dict:
+        value = "anything" if arguments[1] is typing.Any else _values(arguments[1])
+        kind = f"a mapping from text to {value}"
     else:
-        kind = "a mapping" if origin is dict else _KINDS.get(annotation, "")
+        kind = _KINDS.get(annotation, "")
     limits = " and ".join(_limits(rules))
     return f"{kind}, {limits}" if kind and limits else kind or limits
 
@@ -182,20 +195,24 @@ def _limits(rules: Sequence[object]) -> Iterator[str]:
     for rule in rules:
         match rule:
             case at.Ge(ge=bound):
-                yield f"at least {bound}"
+                yield f"at least {_number(bound)}"
             case at.Gt(gt=bound):
-                yield f"above {bound}"
+                yield f"above {_number(bound)}"
             case at.Le(le=bound):
-                yield f"at most {bound}"
+                yield f"at most {_number(bound)}"
             case at.Lt(lt=bound):
-                yield f"below {bound}"
+                yield f"below {_number(bound)}"
             case at.MinLen(min_length=length):
                 yield "not empty" if length == 1 else f"not shorter than {length}"
             case at.MultipleOf(multiple_of=number):
                 yield f"a multiple of {number}"
         pattern = getattr(rule, "pattern", None)
         if pattern is not None:
-            yield f"of the form {pattern}"
+            yield _FORMS.get(pattern, f"of the form {pattern}")
+
+
+def _number(bound: object) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
-"""Every actor of a run, started together and ended together. The only module that imports `actors`.
+"""Starts all actors of a run together and ends them together. The only module that imports `actors`.
 
-`open_cluster` is a context manager: whatever happens inside, on the way out no actor, no engine process and no sandbox
-is left. The driver talks to a `Cluster`; it never sees a Ray handle.
+`open_cluster` is a context manager: however its block ends, no actor, engine process or sandbox is left. The driver
+uses a `Cluster` and never sees a Ray handle.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Handles of a run's actors, all of them ready. Only the learners' change when a process is replaced."""
+    """Handles of a run's actors, all ready. Only the handles of learners change when processes are replaced."""
 
     config: Config
     pool: SandboxPoolHandle
@@ -95,7 +95,7 @@ class Cluster:
     router: Router
     dashboard_url: str
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
-    """Ends these and starts new ones, with the model's own weights."""
+    """Ends these learners and starts new ones, with the model's own weights."""
     num_learner_restarts: int = 0
 
     @property
@@ -106,18 +106,18 @@ class Cluster:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     def check_weights(self) -> None:
-        """Check that a server that is replaced now would get weights.
+        """Check that a server restarted now could get weights.
 
         Raises:
-            LearnersLostError: the weights of the last sync are gone with their node, and the learners with them.
+            LearnersLostError: the weights of the last sync were lost with their node, and so were the learners.
         """
         if self.weights.are_lost:
             raise LearnersLostError("the weights of the last sync were on a node that is gone.")
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics.
+        """Send the learners' weights, as this policy version, to every server. Returns `weight_sync/*` metrics.
 
-        A server that failed to take them has been replaced, and has taken them, when this returns.
+        A server that failed to load them is replaced, and has loaded them when this returns.
         """
         metrics, failed = await self.weights.sync(
             version, learners=self.learners, servers=self.servers, settled=self.supervisor.settled
@@ -127,10 +127,10 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace servers that failed, each once however many have noticed; all are up when this returns."""
-        # Dead servers are found by their ping; condemn only live ones with half-loaded weights. All at once: a server
-        # on a GPU takes minutes to start. The incarnations are those of the failures: while one server is replaced,
-        # another may be found gone and be replaced too.
+        """Replace servers that failed, each only once even if several calls report it; all are up when this returns."""
+        # Condemn only servers that are alive but hold half-loaded weights: pings find the dead ones. All at once, as a
+        # server takes minutes to start on a GPU. Use the incarnations from the time of the failures: while one server
+        # is replaced, the supervisor may already have replaced another.
         await asyncio.gather(
             *(
                 self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
@@ -141,14 +141,14 @@ class Cluster:
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
-        """Before a step is trained: servers that share the learners' GPUs sleep. The next sync wakes them."""
+        """Before a training step, let servers that share the learners' GPUs sleep. The next sync wakes them."""
         if self.config.cluster.placement == "split":
             return
         while failed := await self._put_to_sleep():
-            await self._replace(failed)  # the new one is awake
+            await self._replace(failed)  # the replacement is awake
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        """By name, the servers that did not go to sleep."""
+        """Let the servers sleep. Returns those that failed to, by name."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -159,16 +159,16 @@ class Cluster:
         return failed
 
     async def export_hf(self, folder: Path) -> None:
-        """Write the learners' model, as the last use of this cluster: servers that share their GPUs sleep."""
+        """Write the learners' model, as the last use of this cluster: servers on the same GPUs sleep."""
         if self.config.cluster.placement == "colocated":
             await self._put_to_sleep()
         await self.learners.export_hf(folder)
 
     async def replace_learners(self, error: LearnersLostError) -> None:
-        """Start all learners again; what they had learned since the last checkpoint is gone.
+        """Start all learners again; their work since the last checkpoint is lost.
 
         Raises:
-            RestartsUsedUpError: that happened too often.
+            RestartsUsedUpError: learners were replaced too often.
         """
         limit = self.config.recovery.max_restarts
         if self.num_learner_restarts >= limit:
@@ -178,8 +178,8 @@ class Cluster:
             )
         self.num_learner_restarts += 1
         if self.config.cluster.placement == "colocated":
-            # New learners load a model, which does not fit beside a KV cache. A server whose weight update broke off
-            # refuses to sleep: its cache is empty, and the next sync replaces it.
+            # New learners load a model, which does not fit on the GPU beside a KV cache. A server whose weight update
+            # was interrupted refuses to sleep: its cache is empty, and the next sync replaces it.
             await self._put_to_sleep()
         self.learners = await self.start_learners(self.learners)
 
@@ -188,24 +188,24 @@ class Cluster:
         return await dump_stacks()
 
     def recovery_metrics(self) -> dict[str, float]:
-        """`recovery/*`"""
+        """Return `recovery/*` metrics."""
         return self.supervisor.metrics() | {"recovery/learner_restarts": float(self.num_learner_restarts)}
 
     def metrics_tracker(self) -> Tracker:
-        """Reports each step to Ray's metrics endpoint; see docs/operate.md."""
+        """Return a tracker that reports each step to Ray's metrics endpoint; see docs/operate.md."""
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Groups that a checkpoint kept, back in the object store. How long they took is not known any more."""
+        """Put groups from a checkpoint back into the object store. The time that they took is not known any more."""
         import ray
 
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
-        """The groups themselves, for the trajectory file.
+        """Return the groups themselves, for the trajectory file.
 
         Raises:
-            LearnersLostError: some were on a node that is gone. Their step has to be done again.
+            LearnersLostError: some groups were on a node that is gone. Their step has to be repeated.
         """
         timeout_s = self.config.server.sync_timeout_s
         try:
@@ -228,8 +228,8 @@ async def open_cluster(
 
     Args:
         with_learners: False for evaluation, which only generates and scores.
-        report: told, in a line each, where Ray's dashboard is, what is starting, and what is ready.
-        stand_ins: actors in place of real ones, for tests and benchmarks of everything else.
+        report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
+        stand_ins: replacements of real actors, for tests and benchmarks of everything else.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
@@ -243,7 +243,7 @@ async def open_cluster(
 async def _session(
     config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[tuple[RayConnection, Started]]:
-    """A connection to Ray, and what is started within the block: all of it has ended behind it, whatever happens."""
+    """Yield a connection to Ray, and a `Started`, whose actors are ended when the block ends, however it ends."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
@@ -258,7 +258,7 @@ async def _session(
 async def _reserve(
     config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Placement, bool]:
-    """Room for the processes that hold models, and whether it is on GPUs."""
+    """Reserve room for the processes that hold models; return it, and whether it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -276,14 +276,15 @@ async def _start(
     config: Config, started: Started, session: RayConnection, *, with_learners: bool, report: Report
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
+    pool = started.add(spawn_pool(config))  # first: it fails if another run of this name is in progress
     placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
-        # Alone: an engine takes what it finds free, and stops when that grows. Asleep it leaves the GPU to its learner.
+        # Start it alone: an engine takes the free GPU memory, and fails if that changes meanwhile. Asleep, it leaves
+        # the GPU to its learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
@@ -305,7 +306,7 @@ async def _start(
     shared = {server.name for server in servers} if placement.shares_gpus else set()
 
     async def may_start(name: str) -> None:
-        # A server takes what it finds free, and refuses to start beside a learner at its peak.
+        # A server takes the free GPU memory, and refuses to start while a learner is at its peak.
         if name in shared:
             await cluster.learners.rest()
 
@@ -364,7 +365,7 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
 
 @asynccontextmanager
 async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
-    """Only the learners of a run, as a replay needs them; ended behind the block.
+    """Start only the learners of a run, for a replay; they end with the block.
 
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than learners.
@@ -383,15 +384,16 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
 async def open_servers(
     config: Config, *, report: Report = lambda text: None, stand_ins: StandIns = NO_STAND_INS
 ) -> AsyncIterator[AnyServer]:
-    """Only the servers, with the model's own weights, as one engine; ended behind the block, replaced within it.
+    """Start only the servers, with the model's own weights, and yield them as one engine. A lost server is replaced;
+    all end with the block.
 
     Args:
-        report, stand_ins: as of `open_cluster`.
+        report, stand_ins: see `open_cluster`.
     Raises:
-        ConfigError: as `open_cluster`.
+        ConfigError: see `open_cluster`.
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # of judges and teachers, which are not called here
+    config = config.model_copy(update={"model_servers": ()})  # judges and teachers, which are not called here
     async with _session(config, report, stand_ins) as (_, started):
         placement, _ = await _reserve(config, started, with_learners=False)
         servers = spawn_servers(config, started, placement, must_sync=False)
@@ -406,11 +408,11 @@ async def open_servers(
 
 @asynccontextmanager
 async def open_running_servers(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[AnyServer]:
-    """The servers of the run of this configuration that goes on now, as one engine; they are left as they are.
+    """Yield the servers of this configuration's run, which is in progress, as one engine; the run is not affected.
 
     Raises:
-        ConfigError: no such run goes on.
-        ProcessDiedError: from the block: it has ended.
+        ConfigError: no such run is in progress.
+        ProcessDiedError: raised from the block: the run has ended.
     """
     with session_of_run(config, report):
         servers = running_servers(config)
@@ -428,7 +430,8 @@ async def _keep_weights(server: VllmServerHandle) -> None:
 
 
 async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
-    """Raises ProcessDiedError: the server is gone for good. One that is busy or being replaced is not."""
+    """Wait until the server is gone for good, and raise ProcessDiedError. A busy server, or one being replaced, is not
+    gone."""
     while True:
         await asyncio.sleep(every_s)
         try:

@@ -19,7 +19,7 @@ import numpy as np
 from rayapp.config.algorithm import DynamicSamplingSection
 from rayapp.config.config import Config
 from rayapp.core.errors import TrainingAbortedError
-from rayapp.core.types import GroupSummary
+from rayapp.core.types import FloatArray, GroupSummary
 
 EQUAL_REWARDS = "equal_rewards"
 
@@ -37,8 +37,10 @@ class DynamicSampling:
 
         Args:
             place: index of the group among those admitted for this step, from 0.
+        Raises:
+            TrainingAbortedError: scored trajectories lack the term `algorithm.dynamic_sampling.metric`.
         """
-        if not self._section.enabled or has_signal(summary):
+        if not self._section.enabled or has_signal(summary, self._section.metric):
             return False
         if place >= self._section.max_dropped_per_step:
             self._num_kept += 1
@@ -64,14 +66,30 @@ class DynamicSampling:
         return metrics
 
 
-def has_signal(summary: GroupSummary) -> bool:
-    """Return False if the group's valid rewards are all equal.
+def has_signal(summary: GroupSummary, metric: str = "") -> bool:
+    """Return False if the group's valid rewards, or their terms `metric`, are all equal.
 
     A group with fewer than two valid trajectories counts as having a signal: it has failures, which have a budget of
     their own (rollout.max_failed_ratio), and replacing it here would hide them.
     """
-    rewards = summary.rewards[summary.valid.astype(bool)]
-    return rewards.size < 2 or float(np.ptp(rewards)) > 0.0
+    valid = summary.valid.astype(bool)
+    values = (_term(summary, metric) if metric else summary.rewards)[valid]
+    return values.size < 2 or float(np.ptp(values)) > 0.0
+
+
+def _term(summary: GroupSummary, metric: str) -> FloatArray:
+    """Return the values of a term, (G,): 0 for answers that could not be scored and so have no terms."""
+    terms = summary.reward_terms
+    values = terms.get("score" if metric == "acc" and "acc" not in terms else metric)
+    scored = summary.valid.astype(bool) & np.array([status == "scored" for status in summary.reward_statuses], bool)
+    if values is None and not scored.any():
+        return np.zeros_like(summary.rewards)
+    if values is None or np.isnan(values[scored]).any():
+        raise TrainingAbortedError(
+            f"algorithm.dynamic_sampling.metric is {metric!r}, but rewards of {summary.task} have the terms "
+            f"{', '.join(sorted(terms)) or 'none'}. Name one of them, or leave it empty to compare rewards."
+        )
+    return np.nan_to_num(values)
 
 
 WINDOW_STEPS = 10

@@ -173,7 +173,7 @@ async def restore(
         note(f"resumed from step {version} ({checkpoint.path})")
         return version, checkpoint.next_group_id, kept
     if num_steps := folder.truncate_after(-1):
-        note(f"there is no checkpoint yet: the run begins anew, and its {num_steps} recorded steps are cut")
+        note(f"there is no checkpoint yet: the run starts over, and its {num_steps} recorded steps are deleted")
     return 0, 0, KeptGroups()
 
 

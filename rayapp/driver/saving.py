@@ -153,7 +153,7 @@ class CheckpointSaver:
         writing.cancel()
         await asyncio.wait([writing])
         if not writing.cancelled() and (error := writing.exception()) is not None:
-            log.warning("%s was given up: %s", writing.get_name(), error)
+            log.warning("the save of %s was abandoned: %s", writing.get_name(), error)
 
 
 @asynccontextmanager

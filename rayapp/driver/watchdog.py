@@ -118,7 +118,7 @@ class Watchdog:
         what = f"nothing was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g})."
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
-            f"{what} {self.describe()} {await self._dumped()} If a step honestly takes that long, raise "
+            f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "
             "recovery.stall_stop_s; else start the run again: it goes on from its last checkpoint."
         )
 
@@ -135,7 +135,7 @@ class Watchdog:
         waits = sorted(self._waits.values(), key=lambda wait: wait.since_s)
         shown = "; ".join(f"{w.role} for {w.what} since {now - w.since_s:.0f} s" for w in waits[:MAX_SHOWN])
         more = f"; and {len(waits) - MAX_SHOWN} more" if len(waits) > MAX_SHOWN else ""
-        return f"Waiting: {shown or 'nobody'}{more}. Last finished: {self._last}."
+        return f"Waiting: {shown or 'nothing'}{more}. Last finished: {self._last}."
 
 
 def stacks_of_this_process() -> str:

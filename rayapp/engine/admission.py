@@ -62,7 +62,12 @@ class Cohorts:
             if len(self._waiting) < size:
                 await asyncio.wait([request.queue], timeout=self._patience_s)
                 if request in self._waiting:
-                    log.warning("%s starts with %d of its %d", request.request_id, len(self._waiting), size)
+                    log.warning(
+                        "the cohort of %s starts with %d of its %d requests",
+                        request.request_id,
+                        len(self._waiting),
+                        size,
+                    )
             if request in self._waiting:
                 cohort, self._waiting = sorted(self._waiting, key=lambda request: request.request_id), []
                 # Shield it: if this request is cancelled, the others must still start.

@@ -105,7 +105,8 @@ def whole_completion(
     """
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(
-            f"vLLM gave {request_id} up after {len(output.token_ids)} tokens (finish reason {output.finish_reason})"
+            f"vLLM ended {request_id} early, after {len(output.token_ids)} tokens (finish reason "
+            f"{output.finish_reason})"
         )
     token_ids = np.array(output.token_ids, np.int32)
     log_probs = np.array(output.logprobs.logprobs, np.float32)

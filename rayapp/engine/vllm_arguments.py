@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rayapp.config.config import Config
@@ -131,7 +132,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.
         "generation_config": "vllm",
         "disable_log_stats": False,
-        "hf_overrides": as_vllm_reads_it,
+        "hf_overrides": partial(as_vllm_reads_it, max_position_embeddings=config.model.max_position_embeddings),
         "enable_return_routed_experts": config.learner.router_replay,
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         **_transfer_args(config),
@@ -139,12 +140,17 @@ def vllm_args(config: Config) -> dict[str, Any]:
     }
 
 
-def as_vllm_reads_it(architecture: Any) -> Any:
+def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = None) -> Any:
     """Adapt the model's config for vLLM.
+
+    Args:
+        max_position_embeddings: model.max_position_embeddings.
 
     In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window`, unlike transformers and the
     learner, which changes log-probs by 0.1 if the window is short.
     """
+    if max_position_embeddings is not None:
+        architecture.get_text_config().max_position_embeddings = max_position_embeddings
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
     return architecture

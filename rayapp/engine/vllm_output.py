@@ -54,7 +54,11 @@ class EngineOutput:
 
 def way_out(why: str) -> str:
     """Return the run's keys to set if vLLM says that its KV cache is too small or too large; else empty."""
-    return " The KV cache is server.kv_cache_gib, on a GPU server.gpu_memory_utilization." if _CACHE.search(why) else ""
+    return (
+        " Set the KV cache's size: server.kv_cache_gib, on a GPU server.gpu_memory_utilization."
+        if _CACHE.search(why)
+        else ""
+    )
 
 
 def _because(line: bytes) -> str:

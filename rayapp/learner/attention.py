@@ -62,7 +62,7 @@ class VarlenLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """Rules of one forward about which tokens attend to which."""
+    """The layout of one forward pass: which tokens attend to which."""
 
     segments: tuple[Segment, ...]
     max_length: int
@@ -72,7 +72,7 @@ class AttentionLayout:
     varlen: VarlenLayout | None
     """On GPU; None on CPU."""
     tree: Callable[[], TreeMask] | None
-    """Factory of the mask for layers that the varlen kernel can't compute; makes it once. None on CPU."""
+    """Makes the mask for layers that the varlen kernel can't compute, and keeps it. None on CPU."""
 
 
 def plan_attention(packing: Packing, device: torch.device) -> AttentionLayout:
@@ -140,7 +140,7 @@ def packed_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: AttentionLayout, rule: MaskRule
 ) -> Tensor:
-    """(1, N, Hq, D)"""
+    """Return the attention output, (1, N, Hq, D)."""
     if plan.tree is not None and (sinks is not None or rule.softcap is not None):
         return flex_tree_attention(query, key, value, sinks, plan.tree(), rule)
     if plan.varlen is not None:
@@ -241,7 +241,8 @@ def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each as (Hkv, G, N, D) float32, G query heads a key head; keys and values are views with stride 0 in G."""
+    """Return query, key and value as (Hkv, G, N, D) float32, with G query heads per key head; keys and values are views
+    with stride 0 in G."""
     heads = key.shape[1]
     wide_query: Tensor = query[0].unflatten(0, (heads, -1)).float()  # type: ignore[no-untyped-call]
     shape = wide_query.shape
@@ -263,7 +264,7 @@ def _forward_blocks(
             found, found_lse = masked_forward(*part, mask_of(block, positions, rule), rule)
         else:
             found, found_lse = _flash_forward(*part, 0.0, block.is_own, scale=rule.scale)
-        if rows.start == done:  # the rows' own block, which comes first
+        if rows.start == done:  # the block of the rows themselves, which comes first
             out[:, :, rows], lse[:, :, rows], done = found, found_lse, rows.stop
         else:
             _merge(out[:, :, rows], lse[:, :, rows], found, found_lse)

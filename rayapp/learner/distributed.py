@@ -160,8 +160,8 @@ def learner_device(config: Config) -> torch.device:
         torch.cuda.set_device(0)
     except (RuntimeError, AssertionError) as error:
         raise LearnerError(
-            f"this learner was to compute on a GPU, but torch {torch.__version__} can use none: "
-            f"{first_line(error)}. nvidia-smi has the driver: CUDA 13 needs 580 or later. Was "
+            f"this learner needs a GPU, but torch {torch.__version__} can use none: "
+            f"{first_line(error)}. nvidia-smi shows the driver: CUDA 13 needs 580 or later. Was "
             "the CPU build installed? Use `make venv DEVICE=gpu`, or cluster.device=cpu."
         ) from error
     return torch.device("cuda", 0)

@@ -101,7 +101,8 @@ _WINDOW = 5
 
 
 def read_architecture(config: Config) -> Any:
-    """Return the transformers config at `model.path` with dropout and jitter set to 0, as they act in training mode.
+    """Return the transformers config at `model.path` with `model.max_position_embeddings`, and with dropout and jitter
+    set to 0, as they act in training mode.
 
     Raises:
         InputError: the config can't be read.
@@ -115,6 +116,8 @@ def read_architecture(config: Config) -> Any:
     for section in _sections(architecture):
         for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
+    if config.model.max_position_embeddings is not None:
+        architecture.get_text_config().max_position_embeddings = config.model.max_position_embeddings
     return architecture
 
 
@@ -185,7 +188,7 @@ def largest_difference(text: Any, *, num_tokens: int, trust_remote_code: bool = 
         LearnerError: the model uses an attention option that packed attention lacks.
     """
     if not getattr(text, "num_attention_heads", None):
-        raise InputError("its config has no num_attention_heads, and the learner computes models with attention alone")
+        raise InputError("its config has no num_attention_heads, and the learner supports only models with attention")
     with _one_thread(), torch.random.fork_rng(devices=[]):
         causal_lm = _small_model(text, trust_remote_code=trust_remote_code)
         if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):

@@ -11,7 +11,7 @@ Made once per rollout worker. Rows say nothing else about how they are played.
 `TaskAgents` plays tasks with the tool agent; `TaskGroups` calls it. Tasks that bring the same tools share a loop, whose
 prompts list these tools. `prompted_tasks` checks the length of each prompt before anything is sampled.
 
-    task.agent_start() -> messages, files, tools -> AgentLoop -> Episode
+    task.agent_start() -> messages, files, tools -> AgentLoop -> Trajectory
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.core.protocols import AgentTask, RolloutEngine, SandboxSource, Task
-from rayapp.core.types import AgentStart, Prompt, RequestId, SamplingParams
+from rayapp.core.types import AgentStart, Prompt, RequestId, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.group import Play
-from rayapp.rollout.recorder import AgentPrompt, Episode
+from rayapp.rollout.recorder import AgentPrompt
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.verdict import PLAIN, Weights
 from rayapp.tools.base import RawCall
@@ -42,12 +42,12 @@ TOOL_AGENT, SINGLE_TURN_AGENT = AGENTS
 
 
 class Player(Protocol):
-    """Plays episodes: `AgentLoop`, or what a plug-in makes of one."""
+    """Plays prompts: `AgentLoop`, or what a plug-in makes of one."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Episode:
-        """One episode; see `AgentLoop.run`."""
+    ) -> Trajectory:
+        """Play the prompt once; see `AgentLoop.run`."""
         ...
 
 
@@ -195,7 +195,7 @@ class TaskAgents:
             make_loop,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             weights=Weights.of(config.reward),
-            agent=config.default_agent,
+            agent=config.agent_name,
         )
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
@@ -248,7 +248,7 @@ def agent_start(task: Task) -> AgentStart:
     """
     if not isinstance(task, AgentTask):
         raise InputError(
-            f"task {task.name}: agent.task_agent says that an agent plays it, but it has no method agent_start, which "
+            f"task {task.name}: agent.name says that an agent plays it, but it has no method agent_start, which "
             "says what one is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
         )
     return task.agent_start()

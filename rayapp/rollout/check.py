@@ -16,7 +16,6 @@ from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.files import Location
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
@@ -29,6 +28,7 @@ from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.data.files import is_remote
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.config import ToolEntry, read_tool_file
@@ -81,11 +81,11 @@ def input_checks(
         checks: dict[str, Callable[[], object]] = {
             "tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)
         }
-        if own.default_agent == EXTERNAL_AGENT:
+        if own.agent_name == EXTERNAL_AGENT:
             checks["agent"] = partial(check_agent, own)
         if own.uses_data:
-            files = (*own.data.train_files, *own.data.eval_files)
-            wanted = [file for file in files if may_fetch or not Location.parse(file).is_remote]
+            files = (*own.tasks, *own.eval.tasks)
+            wanted = [file for file in files if may_fetch or not is_remote(file)]
             checks["data"] = partial(_check_rows, own, wanted, training=training)
         else:
             checks["tasks"] = partial(check_tasks, own, training=training, has_tokenizer=has_tokenizer)
@@ -114,8 +114,8 @@ def _named(source: Source, check: Callable[[], object]) -> None:
 
 
 def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None:
-    if training and not config.data.train_files:
-        raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
+    if training and not config.tasks:
+        raise InputError("tasks is empty: name the data files to train on (docs/data.md)")
     check_data(config, files)
 
 
@@ -131,11 +131,11 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         if plays_environments(tasks):
             check_environments(tasks)
             continue
-        if config.default_agent == SINGLE_TURN_AGENT:
+        if config.agent_name == SINGLE_TURN_AGENT:
             if has_tokenizer:
                 render_prompts(config, tasks)
             continue
-        if config.default_agent == EXTERNAL_AGENT:
+        if config.agent_name == EXTERNAL_AGENT:
             for task in tasks:
                 agent_start(task)
             continue
@@ -155,11 +155,11 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """With several sources, evaluations leave out sources of data files without eval_files."""
+    """With several sources, evaluations leave out sources of data files without eval.tasks."""
     own = [source.config for source in sources_of(config)]
-    if _evaluates(config, training=training) and not any(each.tasks or each.data.eval_files for each in own):
+    if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
-        raise InputError(f"data.eval_files is empty, and {why}: name the parquet files to evaluate on (docs/data.md)")
+        raise InputError(f"eval.tasks is empty, and {why}: name the data files to evaluate on (docs/data.md)")
 
 
 def _evaluates(config: Config, *, training: bool) -> bool:

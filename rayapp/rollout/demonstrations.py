@@ -3,8 +3,8 @@
     JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
     tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
 
-A demonstration is a `Trajectory` that was not sampled. Its token ids are those of a rollout: the prompt as the chat
-template renders it, then the answer encoded apart from it, ended as the policy ends it. Called by the driver, for
+A demonstration is a `Trajectory` that was not sampled. Its token ids are built as in a rollout: the prompt as the chat
+template renders it, then the answer, encoded separately and ended as the policy ends it. Called by the driver, for
 `rayapp sft` and the warm-up of a training (docs/sft.md).
 """
 
@@ -40,14 +40,14 @@ class Demonstrations:
 
     rows: list[Trajectory] = field(default_factory=list)
     num_left_out: int = 0
-    """Longer than `warmup.max_tokens`, with warmup.filter_overlong."""
+    """Number of rows longer than `warmup.max_tokens`, left out by warmup.filter_overlong."""
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
-    """All demonstrations of the files, or without any those of the run's tasks.
+    """Return all demonstrations in the files; without files, the demonstrations of the run's tasks.
 
     Raises:
-        InputError: a file or a row can't be used; the message names both. Or there are none.
+        InputError: a file or a row can't be used (the message names both), or there are no demonstrations.
         StorageError: a remote file can't be fetched.
     """
     tokenizer: Any = load_tokenizer(config)
@@ -111,7 +111,7 @@ def _of_files(
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:
-    """Rows of a JSONL or parquet file, one after the other."""
+    """Yield the rows of a JSONL or parquet file."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -136,7 +136,7 @@ def _without_filled_in(value: Any) -> Any:
 
 
 def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
-    """Raises ValueError or TypeError: what is wrong with the row."""
+    """Return the demonstrations of one row. Raises ValueError or TypeError: the row is wrong; the message says how."""
     if not isinstance(row, dict):
         raise TypeError(f"a row is an object with {KINDS}, not {type(row).__name__}")
     has = {key for key, value in row.items() if value is not None}
@@ -179,7 +179,7 @@ def _integers(value: Any, key: str, limit: int) -> Any:
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
-    """Plain texts: no template, and the end of the text behind the completion."""
+    """Return a demonstration of plain texts, without a template: prompt, completion and end token."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
         raise TypeError("prompt is text, so completion must be text, too; or both are lists of messages")
@@ -192,10 +192,10 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
 def _of_conversation(
     messages: Sequence[Mapping[str, Any]], first: int, render: Render, tokenizer: ChatTokenizer
 ) -> Iterator[Trajectory]:
-    """Every turn of the assistant from message `first` on is learned once.
+    """Return demonstrations in which every assistant turn from message `first` on is learned once.
 
-    All in one sequence, as in an episode. Where the template writes earlier turns otherwise once more follow (Qwen3
-    leaves their thoughts out), a new sequence begins, as it does for a server.
+    All turns are in one sequence, as in a rollout. If the template changes earlier turns when later ones are added
+    (Qwen3 removes their thoughts), a new sequence begins, as it does for a server.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -226,7 +226,7 @@ def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokeniz
             "response_mask, or prompt and completion as plain texts."
         )
     answer = whole[len(head) :]
-    # Templates write a line break behind the token that ends a turn; no policy samples it.
+    # Templates write a line break after the token that ends a turn; no policy samples it.
     ended = tokenizer.encode(answer.rstrip(), add_special_tokens=False)
     return head, answer.rstrip() if ended and ended[-1] in special_ids(tokenizer) else answer
 

@@ -1,6 +1,6 @@
 """External agents: a program or an async function of the user's plays each trajectory, through the gateway.
 
-    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Episode, its answer
+    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory, its answer
 
 One for each source of a rollout worker that is played so. The verdict is the task's or the data row's, as for any
 agent. A limit (tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status.
@@ -28,7 +28,7 @@ from rayapp.config.config import Config
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, SamplingParams, SandboxSpec
+from rayapp.core.types import Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout import external_program
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.agents import agent_start
@@ -36,7 +36,6 @@ from rayapp.rollout.external_program import MODEL, AgentCall, Playing, Tail, env
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.rollout.group import Play
-from rayapp.rollout.recorder import Episode
 from rayapp.tasks.custom_rewards import load_function
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -146,7 +145,7 @@ class ExternalAgent:
 
     async def _run(
         self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Episode:
+    ) -> Trajectory:
         """Play one trajectory.
 
         Raises:
@@ -170,7 +169,7 @@ class ExternalAgent:
         if not session.tree.turns and not failure:
             failure = playing.fault or "the agent ended without a turn of the policy"
         output = readable(playing.output.text)
-        return session.episode(failure=failure, answer=playing.answer, ran_out=playing.ran_out, output=output)
+        return session.trajectory(failure=failure, answer=playing.answer, ran_out=playing.ran_out, output=output)
 
     def _session(
         self, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId

@@ -1,12 +1,12 @@
 """An external agent's program: its input (`AgentCall`, docs/agents.md), and its run on the host or in a sandbox.
 
 On the host it runs as the user of the rollout worker, to its end or until the caller gives up: its output is kept, and
-every process that it started is killed. In the trajectory's own sandbox it reaches the policy and nothing else:
+every process that it started is killed. In the trajectory's own sandbox it can reach only the policy:
 
     sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
-    this process:       the gateway accepts there, and lets into this trajectory's session alone
+    this process:       the gateway accepts there, for this trajectory's session only
 
-No tunnel, no port that is open to others, no egress.
+There is no tunnel, no port open to other programs, and no egress.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class AgentCall:
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of the task's files in `folder`, by relative path."""
     folder: Path
-    """Folder of this agent alone, with only the files. It is removed when the trajectory ends."""
+    """Folder of this agent alone, which holds only the files. It is removed when the trajectory ends."""
     url: str
     """Base URL of the session."""
     api_key: str
-    """Opens this session alone, as long as the trajectory goes on."""
+    """Opens only this session, until the trajectory ends."""
     model: str = MODEL
-    """Other names are served, too, but see `agent.external.only_named_model`."""
+    """Model name to request; others are accepted too, unless `agent.external.only_named_model` is set."""
 
     @property
     def prompt(self) -> str:
@@ -57,12 +57,12 @@ class AgentCall:
 
     @property
     def openai_base_url(self) -> str:
-        """For `openai.AsyncOpenAI(base_url=…)`."""
+        """Base URL for `openai.AsyncOpenAI(base_url=…)`."""
         return f"{self.url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """For `anthropic.AsyncAnthropic(base_url=…)`."""
+        """Base URL for `anthropic.AsyncAnthropic(base_url=…)`."""
         return self.url
 
     @property
@@ -80,7 +80,7 @@ class AgentCall:
 
     @property
     def task_file(self) -> Path:
-        """JSON: task, messages and prompt."""
+        """Path of a JSON file with task, messages and prompt."""
         return self.folder / ".rayapp" / "task.json"
 
     @property
@@ -103,7 +103,7 @@ class AgentCall:
             path.write_text(text, encoding="utf-8")
 
     def filled_in(self, argument: str) -> str:
-        """An argument of a command, with {prompt}, {model}, {url}, {task_file} and {folder}."""
+        """Return an argument of a command with {prompt}, {model}, {url}, {task_file} and {folder} filled in."""
         values = {
             "{prompt}": self.prompt,
             "{model}": self.model,
@@ -111,7 +111,7 @@ class AgentCall:
             "{task_file}": str(self.task_file),
             "{folder}": str(self.folder),
         }
-        # Each once, so that a prompt that holds `{url}` stays as it is.
+        # Replace each once, so that a prompt that contains `{url}` stays unchanged.
         head, name, rest = min((argument.partition(name) for name in values), key=lambda parts: len(parts[0]))
         return f"{head}{values[name]}{self.filled_in(rest)}" if name else argument
 
@@ -120,10 +120,10 @@ log = logging.getLogger(__name__)
 
 
 class Tail:
-    """The end of what a program writes.
+    """Keeps the end of a program's output.
 
     Args:
-        max_chars: characters that are kept.
+        max_chars: most characters to keep.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -133,7 +133,7 @@ class Tail:
 
     def add(self, data: bytes) -> None:
         self._bytes += data
-        # Four bytes a character at most.
+        # A character has at most four bytes.
         excess = len(self._bytes) - 4 * self._max_chars
         if excess > 0:
             del self._bytes[:excess]
@@ -153,7 +153,7 @@ class Tail:
 
 @dataclass(slots=True, kw_only=True)
 class Playing:
-    """One trajectory's agent under way."""
+    """State of an agent that plays one trajectory."""
 
     output: Tail
     answer: str | None = None
@@ -162,21 +162,21 @@ class Playing:
     failure: str = ""
     """Why its sandbox or the gateway failed."""
     ran_out: bool = False
-    """Its time is up."""
+    """True if its time is up."""
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
-    """All that a program sees: a home of its own, and what it is given."""
+    """Return the program's whole environment: a home of its own, and the given variables."""
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
     return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
-    """Its exit status; negative is the signal that ended it. Whatever happens, nothing that it started outlives this,
-    nor this process.
+    """Run a program and return its exit status; a negative one is the signal that ended it. In any case none of its
+    processes outlives this call, or this process.
 
     Raises:
-        OSError: it can't be started.
+        OSError: the program can't be started.
     """
     process = await asyncio.create_subprocess_exec(
         *kept(command),
@@ -214,7 +214,7 @@ def remove_folder(folder: Path) -> None:
 
 LEASE_TIMEOUT_S = 300.0
 _SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
-"""Spec for a trajectory whose task asks for none."""
+"""Spec for a trajectory whose task sets none."""
 _MOST_OUTPUT_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
 _ENVIRONMENT = {
@@ -239,8 +239,8 @@ async def play(
     """Run the program to its end, and read its answer.
 
     Args:
-        spec: what the task asks for.
-        admit: lets whoever connects into the trajectory's session, for the length of a block.
+        spec: the task's requirements.
+        admit: serves the trajectory's session to every connection, for the length of a block.
     Raises:
         SandboxError: the sandbox failed, or there is none.
     """
@@ -265,7 +265,7 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
     environment = _ENVIRONMENT | here | call.environment | dict(settings.env)
     assignments = [f"{name}={value}" for name, value in environment.items()]
     return await sandbox.run_command(
-        # Not in the sandbox's spec: it would be another one for each trajectory, and none could be made ahead.
+        # Not in the sandbox's spec: each trajectory would have a different spec, and no sandbox could be prepared.
         [*_IN_FOLDER, str(call.folder), *assignments, *(call.filled_in(argument) for argument in settings.command)],
         timeout_s=settings.timeout_s,
         max_output_bytes=_MOST_OUTPUT_BYTES,
@@ -273,7 +273,7 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
 
 
 async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
-    """Return the answer; empty if the agent left none, or took its sandbox with it."""
+    """Return the answer; empty if the agent left none, or ended its sandbox."""
     try:
         return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
     except (OSError, SandboxError) as error:

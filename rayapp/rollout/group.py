@@ -1,6 +1,6 @@
-"""One group from prompt to rewards: G episodes side by side, each scored as soon as it ends.
+"""One group from prompt to rewards: G plays side by side, each scored as soon as it ends.
 
-    Assignment(prompt, play, truth) --G times: play -> Episode, verdict -> Reward--> Trajectory --> Group, GroupSummary
+    Assignment(prompt, play, truth) --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
 Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
 that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import RolloutEngine
@@ -35,9 +33,9 @@ from rayapp.core.types import (
     SamplingParams,
     Trajectory,
 )
-from rayapp.rollout.agent.outcome import episode_terms, failure_of, to_trajectory, tool_rewards, with_reward, with_terms
+from rayapp.rollout.agent.outcome import play_terms, tool_rewards, with_reward, with_terms
 from rayapp.rollout.order import GroupRequest, sampling_of
-from rayapp.rollout.recorder import Episode
+from rayapp.rollout.recorder import Recorder, failed
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
 from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Weights, named, settled, verdict
 
@@ -48,11 +46,11 @@ log = logging.getLogger(__name__)
 
 
 class Play(Protocol):
-    """Plays one episode of a prompt, without a deadline of its own."""
+    """Plays a prompt once, without a deadline of its own."""
 
     def __call__(
         self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Coroutine[Any, Any, Episode]: ...
+    ) -> Coroutine[Any, Any, Trajectory]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +60,8 @@ class Assignment:
     prompt: Prompt
     """Prompt of all trajectories; the group records it."""
     play: Play
-    truth: Callable[[Episode], Awaitable[Reward]]
-    """Scores an episode that did not fail. May raise anything: see `verdict`."""
+    truth: Callable[[Trajectory], Awaitable[Reward]]
+    """Scores a play that did not fail. May raise anything: see `verdict`."""
     weights: Weights = PLAIN
     records_calls: bool = True
     """Whether rewards have terms of tools and turns."""
@@ -87,7 +85,7 @@ async def run_group(
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Play and score `group_size` episodes of one prompt.
+    """Play one prompt `group_size` times, and score each play.
 
     Args:
         sampling: for every trajectory; its seed and stop texts are filled in here.
@@ -125,27 +123,31 @@ async def _trajectory(
             if not prompt.token_ids.size:
                 # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
                 await seat.fill()
-            episode = await guarded(lambda: _played(assignment.play, seat), _failed_play)
-            reward = await _scored(assignment, episode)
+            played = await guarded(lambda: _played(assignment.play, seat), _failed_play)
+            reward = await _scored(assignment, played)
         await seat.fill()
     except (StaleVersionError, EngineDeadError):
         # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
         raise
     except (EngineError, DeadlineError) as error:
         # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
-        return _failed_trajectory(prompt, request, "engine", str(error))
+        played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await seat.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
-        return _failed_trajectory(prompt, request, "deadline", detail)
+        played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
         await seat.fill()
-        return _failed_trajectory(prompt, request, "agent", str(error), RolloutStatus.ERROR_TASK)
-    return to_trajectory(episode, reward, asked_version=request.policy_version)
+        played = failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
+    else:
+        played = with_reward(played, reward)
+    if played.turns:
+        return played
+    return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
 
 
 class _PlayFailedError(Exception):
-    """The player of a trajectory raised, or returned no Episode."""
+    """The player of a trajectory raised, or returned no Trajectory."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -154,34 +156,33 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(play: Play, seat: _CohortPlace) -> Episode:
-    """Play one episode. A plug-in's is checked: the terms and the arrays of the group are made from it."""
-    episode: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
-    if not isinstance(episode, Episode):
-        raise TypeError(f"it gave a {type(episode).__name__}, not an Episode")
-    if not episode.token_ids.shape == episode.response_mask.shape == episode.rollout_log_probs.shape:
+async def _played(play: Play, seat: _CohortPlace) -> Trajectory:
+    """Play once. A plug-in's trajectory is checked: the terms and the arrays of the group are made from it."""
+    played: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    if not isinstance(played, Trajectory):
+        raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
+    if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
         raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
-    if not isinstance(episode.final_text, str):
-        raise TypeError(f"its answer is a {type(episode.final_text).__name__}, not a text")
-    gained = tool_rewards(episode)
-    for value in (gained.calls, gained.verdicts, *episode_terms(episode).values()):
+    if not isinstance(played.completion_text, str):
+        raise TypeError(f"its answer is a {type(played.completion_text).__name__}, not a text")
+    gained = tool_rewards(played)
+    for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
-    return episode
+    return played
 
 
-async def _scored(assignment: Assignment, episode: Episode) -> Reward:
-    """Return the episode's reward; an invalid one if it failed."""
-    if episode.status.is_error:
-        reward = failure_of(episode)
-    else:
+async def _scored(assignment: Assignment, played: Trajectory) -> Reward:
+    """Return the trajectory's reward; if it failed, the invalid one that it has."""
+    reward = settled(played.reward)
+    if not played.status.is_error:
         judging, prompt = assignment.judging, assignment.prompt
         reward = await verdict(
-            partial(assignment.truth, episode),
+            partial(assignment.truth, played),
             weights=assignment.weights,
-            tools=tool_rewards(episode) if assignment.records_calls else None,
-            judge=partial(judging.with_scores, prompt, episode.final_text) if judging is not None else None,
+            tools=tool_rewards(played) if assignment.records_calls else None,
+            judge=partial(judging.with_scores, prompt, played.completion_text) if judging is not None else None,
         )
-    return with_terms(reward, episode) if assignment.records_calls else reward
+    return with_terms(reward, played) if assignment.records_calls else reward
 
 
 async def _compared(
@@ -201,24 +202,9 @@ async def _compared(
     return [with_reward(each, settled(reward)) for each, reward in zip(trajectories, rewards, strict=True)]
 
 
-def _failed_trajectory(
-    prompt: Prompt,
-    request: GroupRequest,
-    kind: str,
-    detail: str,
-    status: RolloutStatus = RolloutStatus.ERROR_ENGINE,
-) -> Trajectory:
-    """A trajectory with no response: it keeps its place in the group and carries no signal."""
-    return Trajectory(
-        token_ids=prompt.token_ids,
-        response_mask=np.zeros(prompt.token_ids.size, np.bool_),
-        rollout_log_probs=np.zeros(prompt.token_ids.size, np.float32),
-        completion_text="",
-        reward=Reward.invalid(kind, detail),
-        status=status,
-        min_policy_version=request.policy_version,
-        max_policy_version=request.policy_version,
-    )
+def _unplayed(prompt: Prompt) -> Trajectory:
+    """Return a trajectory with no response: it keeps its place in the group and carries no signal."""
+    return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:

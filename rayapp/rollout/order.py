@@ -1,16 +1,16 @@
-"""Which prompt the n-th group of a run is, and every seed that follows from it.
+"""The prompt of the n-th group of a run, and all of the group's seeds.
 
-All of it is a pure function of (run seed, group id): nothing has to be saved to resume in the middle of an epoch, and a
-group that is generated again, after a crash or on another worker, is the same group.
+Both are pure functions of (run seed, group id): resuming in the middle of an epoch needs no saved state, and a group
+that is generated again, after a crash or on another worker, is the same group.
 
 `Mixing` gives a group's source: a pure function of the ratios, the run's seed and the group's id.
 
-    round 0: A B A C A B A x …   round 1: the same, but for the slots x whose owners have changed
+    round 0: A B A C A B A x …   round 1: the same, except the slots x, whose owners change
 
-Groups come in rounds of 100. A source of share p owns floor(100 p) slots of a round, the same in every round; the slots
-that are left belong in each round to those sources that lack most, one each. So a source's number in 100 groups in a
-row, wherever they begin, is 100 p rounded down or up, and over the run it is off by no more than a few groups. An order
-that is within one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
+Groups come in rounds of 100. A source with share p owns floor(100 p) slots, the same in every round; each remaining
+slot of a round goes to one of the sources that are furthest behind. So among any 100 consecutive groups a source has
+100 p groups, rounded down or up, and over the run it deviates by only a few groups. An order that deviates by at most
+one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
-"""At once in one rollout worker: with more, its event loop takes so long for a round that it looks as if it hung."""
+"""Most trajectories at once in one rollout worker: with more, one round of its event loop takes so long that the worker
+seems to hang."""
 ANY_VERSION = -1
 """Policy version of a request that any weights may serve, as in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohort:
-    """Groups that start together, counted and not listed: with a list in each group, a step of n groups would send
-    n * n ids. A server admits its requests of a cohort in one go, so that the batches it computes,
-    and with them the last bits of its log-probs, don't depend on arrival times."""
+    """Groups that start together. Only their number is stored: with a list of ids in each group, a step of n groups
+    would send n * n ids. A server admits its requests of a cohort together, so that its batches, and the last bits of
+    its log-probs, don't depend on arrival times."""
 
     place: int
-    """Place of this group in its cohort. Not its id: dynamic sampling leaves gaps in ids."""
+    """Place of this group in its cohort. Not the group's id: dynamic sampling leaves gaps in ids."""
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """One group to be generated.
+    """One group to generate.
 
     Example: with two groups a step, the second of step 3 is
     `GroupRequest(group_id=5, policy_version=2, cohort=Cohort(place=1, size=2))`.
@@ -56,36 +57,38 @@ class GroupRequest:
 
     group_id: int
     policy_version: int
-    """The weights that must sample it."""
+    """Policy version that must sample it."""
     cohort: Cohort | None = None
     """Groups admitted together with this one. None: it starts alone."""
     prompt: int | None = None
-    """Place of its prompt in the first epoch's order of its source, where that is not the group's own in turn."""
+    """Place of its prompt in the first epoch's order of its source, if a curriculum chose it. None: the next prompt in
+    turn."""
     source: int | None = None
-    """Index of its source, where a curriculum chose it. None: as the ratios say."""
+    """Index of its source, if a curriculum chose it. None: by the ratios."""
     server: int | None = None
-    """Index of the server that samples all of it, every turn. None until the driver's `Router` has placed it."""
+    """Index of the server that samples all of its turns. None until the driver's `Router` has chosen it."""
     has_greedy_baseline: bool = False
-    """Its last trajectory is sampled at temperature 0: what ReMax compares the others with."""
+    """If True, its last trajectory is sampled at temperature 0, as ReMax's baseline for the others."""
     purpose: Literal["group", "eval"] = "group"
     """As in `RequestId`."""
 
     @property
     def place(self) -> int:
-        """Which of its source's prompts it samples, counted through all epochs."""
+        """Place of its prompt in its source, counted through all epochs."""
         return self.group_id if self.prompt is None else self.prompt
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
-    """Position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all prompts."""
+    """Return the position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all
+    prompts."""
     return index_in_epochs(group_id, number=num_prompts, seed=seed, what="prompt-order")
 
 
 def index_in_epochs(place: int, *, number: int, seed: int, what: str) -> int:
-    """Which of `number` things comes at this place, where each epoch is one seeded permutation of all of them.
+    """Return which of `number` things comes at this place; each epoch is one seeded permutation of all of them.
 
     Args:
-        what: kind of the things: two kinds have orders of their own under one seed.
+        what: kind of the things: different kinds have different orders under one seed.
     """
     epoch, position = divmod(place, number)
     return _order_of_epoch(what, epoch, number, seed)[position]
@@ -99,7 +102,7 @@ def _order_of_epoch(what: str, epoch: int, number: int, seed: int) -> tuple[int,
 
 
 def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
-    """Seed of the `index`-th trajectory of a group."""
+    """Return the seed of the `index`-th trajectory of a group."""
     return _mix(seed, group_id, 1 + index)
 
 
@@ -112,23 +115,24 @@ def sampling_of(
 
 
 def scoring_seed(group_id: int, *, seed: int) -> int:
-    """Seed that draws a group's hidden tests: the same for all its trajectories, which are compared with each other."""
+    """Return the seed that draws a group's hidden tests: equal for all its trajectories, which are compared with each
+    other."""
     return _mix(seed, group_id, 0)
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """Seed of an external agent's call, from its trajectory's."""
+    """Return the seed of an external agent's call, from its trajectory's seed."""
     return _mix(seed, number)
 
 
 def evaluation_seed(seed: int) -> int:
-    """Run seed under which evaluation samples and draws tests: apart from everything that training sees."""
+    """Return the run seed of evaluation, which samples and draws tests differently from training."""
     return _mix(seed, MAX_SEED)
 
 
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
-    """The prompts of an evaluation in parts that run at once: each as many trajectories as a training step at most,
-    which is what servers, tools and sandboxes are laid out for."""
+    """Split the prompts of an evaluation into parts that run at once, each with at most as many trajectories as a
+    training step, the load for which servers, tools and sandboxes are configured."""
     at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
@@ -144,17 +148,18 @@ def _max_trajectories(config: Config) -> int:
 
 
 def _mix(*words: int) -> int:
-    # SeedSequence and not a sum: seeds of neighbouring groups and runs must not collide.
+    # SeedSequence instead of a sum: seeds of neighbouring groups and runs must not collide.
     return int(np.random.SeedSequence(words).generate_state(1, np.uint32)[0] & MAX_SEED)
 
 
 def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
-    """Index of the server that samples the group at this place."""
+    """Return the index of the server that samples the group at this place."""
     return cohort.place % num_servers
 
 
 def neighbours(cohort: Cohort | None, num_servers: int) -> int:
-    """Groups of the cohort that this one's server admits together, itself included; 1 without a cohort."""
+    """Return the number of groups of the cohort that this group's server admits together, itself included; 1 without a
+    cohort."""
     if cohort is None:
         return 1
     return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))
@@ -167,11 +172,11 @@ class Mixing:
     """Order of a run's sources; see the module.
 
     Args:
-        ratios: how many groups of each source come to one of another's; above 0, of any sum.
+        ratios: relative number of groups of each source; above 0, with any sum.
     """
 
     def __init__(self, ratios: Sequence[float], *, seed: int) -> None:
-        # Decimals as they were written: 0.1 is a tenth.
+        # Read the decimals as written: 0.1 is exactly a tenth.
         exact = [Fraction(str(ratio)) for ratio in ratios]
         denominator = lcm(*(ratio.denominator for ratio in exact))
         self._weights = [int(ratio * denominator) for ratio in exact]
@@ -181,13 +186,13 @@ class Mixing:
         self._slots = _spread([*self._fixed, self._num_free])
         self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
         self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
-        """For each round, groups of each source before it."""
+        """For each round, the number of groups of each source before it."""
         self._owners: list[tuple[int, ...]] = []
         """For each round but the last of `_before`, the source that owns each of the free slots."""
         self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
 
     def place(self, group_id: int) -> tuple[int, int]:
-        """The index of the group's source, and how many groups of that source come before it in the run."""
+        """Return the index of the group's source, and the number of earlier groups of that source in the run."""
         number, slot = divmod(self._first + group_id, ROUND)
         owned = self._round(number)
         source = owned[slot]
@@ -195,7 +200,7 @@ class Mixing:
         return source, count - self._round(0)[: self._first].count(source)
 
     def _round(self, number: int) -> tuple[int, ...]:
-        """Source of each slot of a round."""
+        """Return the source of each slot of a round."""
         while len(self._owners) <= number:
             self._add_round()
         return self._with_owners(self._owners[number])
@@ -203,7 +208,7 @@ class Mixing:
     def _add_round(self) -> None:
         certain = [count + fixed for count, fixed in zip(self._before[-1], self._fixed, strict=True)]
         due = [len(self._before) * ROUND * weight for weight in self._weights]
-        # A source whose share is a whole number of slots never gets one more.
+        # A source whose share is a whole number of slots never gets a free slot.
         waiting = [index for index, weight in enumerate(self._weights) if ROUND * weight % self._total]
         waiting.sort(key=lambda index: certain[index] * self._total - due[index])
         lucky = set(waiting[: self._num_free])
@@ -216,13 +221,15 @@ class Mixing:
 
 
 def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
-    """Owners of the free slots of a round, from those of the round before: who stays keeps its slot."""
+    """Return the owners of a round's free slots, given the owners in the round before: a source that stays keeps its
+    slot."""
     coming = iter(sorted(now.difference(owners)))
     return tuple(owner if owner in now else next(coming) for owner in owners) or tuple(coming)
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    """A sequence that holds i `counts[i]` times, each as evenly as it goes: always whoever lags most."""
+    """Return a sequence that holds i `counts[i]` times, as evenly as possible: each place goes to the source furthest
+    behind."""
     total, given = sum(counts), [0] * len(counts)
 
     def lag(index: int) -> int:

@@ -1,15 +1,15 @@
-"""Records of episodes: token ids, mask and log-probs side by side, and the text of each turn.
+"""Records what one play of a prompt read and sampled: token ids, mask and log-probs side by side, and each turn's text.
 
-`AgentPrompt` is the start of an episode, `Episode` its record. `Transcript` grows one conversation, for the agent loop
-and for tasks of one turn. `TokenTree` records a session of the gateway: each token once, as a tree.
+`AgentPrompt` is the start of a play, a `Trajectory` its record. The agent loop and tasks of one turn record a
+conversation, each turn after the last token; a session of the gateway records a tree:
 
     add_turn(after=-1, [1, 2], sampled [3])    1 2 3
     add_turn(after=2, [4], sampled [5])        1 2 3 4 5              goes on
     add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          tried again: 6 was read after 1 2
 
-Tokens lie in the order of the turns, and `forks` says where one does not go on from the one before it, so the whole is
-a `Trajectory` of the usual kind. What a turn reads is there once, also where an agent sends it again from the start; a
-sampled turn is always new, also where it equals another.
+Tokens lie in the order of the turns, and `forks` says where one does not go on from the one before it. What a turn
+reads is there once, also where an agent sends it again from the start; a sampled turn is always new, also where it
+equals another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.trajectories import path_to
 from rayapp.core.types import (
-    BoolArray,
     CallRecord,
     Completion,
     ExpertArray,
@@ -36,9 +34,11 @@ from rayapp.core.types import (
     Fork,
     Int32Array,
     RequestId,
+    Reward,
     RolloutStatus,
     SamplingParams,
     SandboxSpec,
+    Trajectory,
     TurnRecord,
     VersionSpan,
 )  # fmt: skip
@@ -62,64 +62,9 @@ class AgentLimits:
     """Which part of it stays: left (the beginning), right (the end), or middle (both ends)."""
 
 
-class EpisodeEnd(StrEnum):
-    """Why an episode ended."""
-
-    ANSWERED = "answered"
-    """The policy ended a turn without calling a tool, or handed in its answer with one."""
-    MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"
-    FAILED = "failed"
-    """For reasons that are not the policy's; see `Episode.failure`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """A finished episode.
-
-    Example: prompt [5, 9], turn [7, 2], tool result [4, 4], turn [8, 2] -> token_ids [5, 9, 7, 2, 4, 4, 8, 2],
-    response_mask [F, F, T, T, F, F, T, T].
-    """
-
-    token_ids: Int32Array
-    """(T,) prompt, turns and tool results as the policy read and wrote them."""
-    response_mask: BoolArray
-    """(T,) True exactly where the policy sampled the token."""
-    rollout_log_probs: FloatArray
-    """(T,) the engine's where `response_mask`, 0 elsewhere."""
-    num_prompt_tokens: int
-    turns: tuple[TurnRecord, ...]
-    end: EpisodeEnd
-    status: RolloutStatus
-    failure: str = ""
-    """Why it failed: one line for a person; empty otherwise."""
-    tool_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By tool: its verdict on the whole episode, from tools that have one."""
-
-    answer: str | None = None
-    """Answer that a tool (`submit`) handed in."""
-    forks: tuple[Fork, ...] = ()
-    """As in `Trajectory`."""
-    agent_output: str = ""
-    """Output of an external agent's program, cut."""
-    routed_experts: ExpertArray | None = None
-    """As in `Trajectory`."""
-
-    @property
-    def final_text(self) -> str:
-        """The answer: what a tool named as that, else what the policy said last."""
-        if self.answer is not None:
-            return self.answer
-        return self.turns[-1].text if self.turns else ""
-
-    @property
-    def calls(self) -> tuple[CallRecord, ...]:
-        return tuple(call for turn in self.turns for call in turn.calls)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPrompt:
-    """Start of an episode."""
+    """Start of a play."""
 
     token_ids: tuple[int, ...]
     """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
@@ -137,104 +82,35 @@ class AgentPrompt:
     """Number of the first turn: 1 if another request has taken the trajectory's place in its cohort."""
 
 
-STATUS = {
-    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
-    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
-    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
+_FAILURE_KINDS = {
+    RolloutStatus.ERROR_TOOL: "tool_unavailable",
+    RolloutStatus.ERROR_SANDBOX: "sandbox",
+    RolloutStatus.ERROR_TASK: "task",
 }
-"""Status of an episode that did not fail."""
 
 
-class Transcript:
-    """Tokens read and sampled, in order.
+def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str = "") -> Trajectory:
+    """Return the trajectory as failed for a reason that is not the policy's.
 
     Args:
-        prompt_ids: what the policy reads first.
+        failure: the reason: one line for a person.
+        kind: of the invalid reward; empty: the status says it.
     """
-
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.ids = list(prompt_ids)
-        self.num_prompt_tokens = len(self.ids)
-        self.turns: list[TurnRecord] = []
-        self._sampled: list[Completion] = []
-        self._experts: list[ExpertArray] = []
-        """Experts of the tokens from the first on, as far as a forward has read them."""
-
-    @property
-    def num_response_tokens(self) -> int:
-        """Tokens after the prompt, tool results included."""
-        return len(self.ids) - self.num_prompt_tokens
-
-    async def sample_turn(
-        self,
-        engine: RolloutEngine,
-        request_id: RequestId,
-        sampling: SamplingParams,
-        text_of: Callable[[Completion], str],
-    ) -> Completion:
-        """Sample one turn and record it.
-
-        Args:
-            text_of: gives the turn's text for its record, tools and rewards.
-        Raises:
-            EngineError: the engine can't generate.
-        """
-        started_at_s = time.time()
-        num_routed = sum(map(len, self._experts))
-        completion = await engine.generate(request_id, self.ids, replace(sampling, num_routed=num_routed))
-        self._sampled.append(completion)
-        if completion.routed_experts is not None:
-            self._experts.append(completion.routed_experts)
-        self.ids.extend(completion.token_ids.tolist())
-        text = text_of(completion)
-        self.turns.append(TurnRecord.of(completion, end=len(self.ids), text=text, started_at_s=started_at_s))
-        return completion
-
-    def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
-        """Record the tool calls of the last turn."""
-        self.turns[-1] = replace(self.turns[-1], calls=calls)
-
-    def add_read(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads and has not sampled."""
-        self.ids.extend(token_ids)
-
-    def finished(self, end: EpisodeEnd) -> Episode:
-        """The episode, ended by the policy or by a limit."""
-        return self._episode(end, STATUS[end], "")
-
-    def failed(self, status: RolloutStatus, failure: str) -> Episode:
-        """The episode, ended by something that is not the policy's doing; `failure` says what, to a person."""
-        return self._episode(EpisodeEnd.FAILED, status, failure)
-
-    def _episode(self, end: EpisodeEnd, status: RolloutStatus, failure: str) -> Episode:
-        mask = np.zeros(len(self.ids), np.bool_)
-        log_probs = np.zeros(len(self.ids), np.float32)
-        for turn, completion in zip(self.turns, self._sampled, strict=True):
-            mask[turn.start : turn.end] = True
-            log_probs[turn.start : turn.end] = completion.log_probs
-        experts = np.concatenate(self._experts) if self._experts else None
-        if experts is not None:  # 0 for the tokens that no forward has read
-            experts = np.pad(experts, ((0, len(self.ids) - len(experts)), (0, 0), (0, 0)))
-        return Episode(
-            token_ids=np.array(self.ids, np.int32),
-            response_mask=mask,
-            rollout_log_probs=log_probs,
-            num_prompt_tokens=self.num_prompt_tokens,
-            turns=tuple(self.turns),
-            end=end,
-            status=status,
-            failure=failure,
-            routed_experts=experts,
-        )
+    reward = Reward.invalid(kind or _FAILURE_KINDS.get(status, "unscored"), failure)
+    return replace(played, status=status, reward=reward)
 
 
 _TOKEN = np.dtype([("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)])
 
 
-class TokenTree:
-    """Tokens of a session's conversations; see the module."""
+class Recorder:
+    """Tokens of one play; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        prompt_ids: what the policy reads first; empty: each conversation begins with its own.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
         self.size = 0
         self.forks: list[Fork] = []
         self.turns: list[TurnRecord] = []
@@ -244,25 +120,71 @@ class TokenTree:
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
         """By the index that they go on from: where forks start."""
+        self.add_read(prompt_ids)
 
-    @property
-    def token_ids(self) -> Int32Array:
-        """(size,)"""
-        return self._tokens["id"][: self.size].copy()
+    def trajectory(
+        self,
+        status: RolloutStatus = RolloutStatus.COMPLETED,
+        failure: str = "",
+        *,
+        answer: str | None = None,
+        agent_output: str = "",
+    ) -> Trajectory:
+        """Return the record.
 
-    @property
-    def response_mask(self) -> BoolArray:
-        """(size,) True exactly where a token was sampled."""
-        return self._tokens["is_sampled"][: self.size].copy()
+        Args:
+            status: how the play ended.
+            failure: as in `failed`, with an ERROR_* status.
+            answer: answer that was handed in; None: the text of the last turn.
+        """
+        tokens, turns = self._tokens[: self.size], self.turns
+        said = turns[-1].text if turns else ""
+        played = Trajectory(
+            token_ids=tokens["id"].copy(),
+            response_mask=tokens["is_sampled"].copy(),
+            rollout_log_probs=tokens["log_prob"].copy(),
+            completion_text=said if answer is None else answer,
+            status=status,
+            min_policy_version=min((turn.policy_version for turn in turns), default=0),
+            max_policy_version=max((turn.max_policy_version for turn in turns), default=0),
+            num_turns=len(turns),
+            time_generate_s=sum(turn.queued_s + turn.generate_s for turn in turns),
+            turns=tuple(turns),
+            forks=tuple(self.forks),
+            agent_output=agent_output,
+            routed_experts=self._routed_experts(),
+        )
+        return failed(played, status, failure) if status.is_error else played
 
-    @property
-    def log_probs(self) -> FloatArray:
-        """(size,) the engine's where a token was sampled, 0 elsewhere."""
-        return self._tokens["log_prob"][: self.size].copy()
+    async def sample_turn(
+        self,
+        engine: RolloutEngine,
+        request_id: RequestId,
+        sampling: SamplingParams,
+        text_of: Callable[[Completion], str],
+    ) -> Completion:
+        """Sample one turn after the last token, and record it.
 
-    @property
-    def routed_experts(self) -> ExpertArray | None:
-        """(size, layers, k) as in `Trajectory`."""
+        Args:
+            text_of: gives the turn's text for its record, tools and rewards.
+        Raises:
+            EngineError: the engine can't generate.
+        """
+        started_at_s, last = time.time(), self.size - 1
+        sampling = replace(sampling, num_routed=self.num_routed(last))
+        completion = await engine.generate(request_id, self.context(last), sampling)
+        self.add_turn(last, (), completion, text=text_of(completion), started_at_s=started_at_s)
+        return completion
+
+    def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
+        """Record the tool calls of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], calls=calls)
+
+    def add_read(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads and has not sampled."""
+        self._append(self.size - 1, np.asarray(token_ids, np.int32), sampled=False)
+
+    def _routed_experts(self) -> ExpertArray | None:
         if not self._experts:
             return None
         first = self._experts[0][1]
@@ -273,7 +195,7 @@ class TokenTree:
 
     def num_routed(self, last: int) -> int:
         """Tokens up to the one at `last` whose experts are known: the first so many."""
-        return int(self._tokens["is_routed"][path_to(last, self.forks)].sum())
+        return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
 
     def context(self, last: int) -> list[int]:
         """The tokens up to the one at `last`, as an engine reads them; none for -1."""

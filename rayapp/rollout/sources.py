@@ -28,7 +28,7 @@ from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.other_models import server_named
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams
+from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agents import (
     SINGLE_TURN_AGENT,
@@ -42,7 +42,7 @@ from rayapp.rollout.environments.agent import EnvironmentAgents, environment_rew
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index, scoring_seed
-from rayapp.rollout.recorder import AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.rollout.recorder import AgentPrompt, Recorder
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.tasks.answers import Answer, AnswerRewards, truth_of
 from rayapp.tasks.custom_rewards import CustomReward
@@ -81,8 +81,8 @@ class DataGroups:
             await asyncio.to_thread(rewards.custom.load)
         players: Players = (
             await ExternalAgent.open(config, sandboxes)
-            if config.default_agent == EXTERNAL_AGENT
-            else agent_loops(await open_loop(config, sandboxes), config.default_agent)
+            if config.agent_name == EXTERNAL_AGENT
+            else agent_loops(await open_loop(config, sandboxes), config.agent_name)
         )
         try:
             train, held_out = await open_files(config, players.prompt_ids)
@@ -95,7 +95,7 @@ class DataGroups:
     def num_eval_prompts(self) -> int:
         if self.held_out is None:
             return 0
-        return min(len(self.held_out), self.config.data.max_eval_rows or len(self.held_out))
+        return min(len(self.held_out), self.config.eval.max_problems or len(self.held_out))
 
     @property
     def num_train_prompts(self) -> int:
@@ -158,9 +158,11 @@ def is_kept(value: Any) -> bool:
     return len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS
 
 
-async def _found(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, episode: Episode) -> Reward:
+async def _found(
+    row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, played: Trajectory
+) -> Reward:
     answer = Answer(
-        completion_text=episode.final_text,
+        completion_text=played.completion_text,
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
@@ -188,8 +190,8 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
         )
         return await open_data(files, options, cache=config.data.cache_dir, encode=encode, check_agent=check_agent_name)
 
-    train = await opened(config.data.train_files, shuffle=config.data.shuffle)
-    return train, await opened(config.data.eval_files, shuffle=False)
+    train = await opened(config.tasks, shuffle=config.data.shuffle)
+    return train, await opened(config.eval.tasks, shuffle=False)
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
@@ -215,6 +217,7 @@ class TaskGroups:
     Args:
         train, held_out: tasks, each with its prompt.
         agents: who plays them; None: the policy speaks once.
+        max_eval: most tasks to evaluate, from the first; 0: all.
     """
 
     def __init__(
@@ -223,10 +226,13 @@ class TaskGroups:
         held_out: Sequence[Prompted],
         sandboxes: SandboxSource,
         agents: TaskAgents | ExternalAgent | EnvironmentAgents | None = None,
+        *,
+        max_eval: int = 0,
     ) -> None:
         self._train = train
         # A task that training has twice is evaluated once.
-        self._held_out = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
+        evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
+        self._held_out = evaluated[: max_eval or None]
         self._sandboxes = sandboxes
         self._agents = agents
 
@@ -244,9 +250,9 @@ class TaskGroups:
         else:
             task, prompt = self._held_out[request.place]
 
-        async def score(episode: Episode) -> Reward:
+        async def score(played: Trajectory) -> Reward:
             tests = scoring_seed(request.group_id, seed=seed)
-            return await task.score(prompt, episode.final_text, self._sandboxes, seed=tests)
+            return await task.score(prompt, played.completion_text, self._sandboxes, seed=tests)
 
         if (agents := self._agents) is None:
             return Assignment(prompt=prompt, play=partial(_one_turn, prompt), truth=score, records_calls=False)
@@ -265,11 +271,12 @@ class TaskGroups:
 
 async def _one_turn(
     prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-) -> Episode:
-    transcript = Transcript(prompt.token_ids.tolist())
+) -> Trajectory:
+    recorder = Recorder(prompt.token_ids.tolist())
     # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
-    completion = await transcript.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
-    return transcript.finished(EpisodeEnd.MAX_TOKENS if completion.finish_reason == "length" else EpisodeEnd.ANSWERED)
+    completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
+    is_cut = completion.finish_reason == "length"
+    return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
 
 class Groups(Protocol):
@@ -406,10 +413,13 @@ async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agents = await _agents(config, sandboxes, (*train, *held_out))
+    most = config.eval.max_problems
     if agents is None:
-        return TaskGroups(prompted_tasks(config, train), prompted_tasks(config, held_out), sandboxes)
+        prompted = prompted_tasks(config, train), prompted_tasks(config, held_out)
+        return TaskGroups(*prompted, sandboxes, max_eval=most)
     try:
-        return TaskGroups(await agents.prompted(train), await agents.prompted(held_out), sandboxes, agents)
+        prompted = await agents.prompted(train), await agents.prompted(held_out)
+        return TaskGroups(*prompted, sandboxes, agents, max_eval=most)
     except BaseException:
         await agents.close()
         raise
@@ -421,9 +431,9 @@ async def _agents(
     """Return the players of the tasks; None: the policy speaks once."""
     if plays_environments(tasks):
         return EnvironmentAgents.of(config, sandboxes)
-    if config.default_agent == SINGLE_TURN_AGENT:
+    if config.agent_name == SINGLE_TURN_AGENT:
         return None
-    if config.default_agent == EXTERNAL_AGENT:
+    if config.agent_name == EXTERNAL_AGENT:
         return await ExternalAgent.open(config, sandboxes)
     return TaskAgents.of(config, sandboxes)
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from rayapp.config.config import Config
+from rayapp.config.loading import renamed_keys
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import write_text
 from rayapp.core.version import __version__
@@ -30,7 +31,7 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
 FREE_KEYS = (
     *("cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
-    *_of("data", "eval_files", "max_eval_rows", "cache_dir"),
+    "data.cache_dir",
     *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
     *_of("learner", "step_timeout_s", "offload_when_idle"),
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
@@ -59,12 +60,19 @@ def check_same_training(config: Config, stored: Path) -> None:
     """Compare the configuration with the one that made the run folder.
 
     Raises:
-        RunFolderError: keys that change the training differ; the message names each with both values.
+        RunFolderError: keys that change the training differ, with both values of each; or the folder has keys of an
+            older version.
     """
+    made_with = yaml.safe_load(stored.read_text()) or {}
+    if old := renamed_keys(made_with):
+        raise RunFolderError(
+            f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
+            f"{next(iter(old.values()))}: go on with that version, or choose another run.name."
+        )
     now = dict(_flat(config.model_dump(mode="json")))
     # A key unknown to the run's version had its default value.
     usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
-    before = usual | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
+    before = usual | dict(_flat(made_with))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = {
         key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"

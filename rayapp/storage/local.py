@@ -57,7 +57,7 @@ class LocalStorage:
 
         data = await asyncio.to_thread(read)
         if len(data) > max_bytes:
-            raise StorageError(f"{path} has more than the {max_bytes} bytes that are read")
+            raise StorageError(f"{path} is larger than the limit of {max_bytes} bytes")
         return data
 
     async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:

@@ -286,7 +286,9 @@ class SubmitWorkTool(WorkspaceTool):
 
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Work:
         if not callable(kwargs.get("collect")):
-            raise InputError(f"tool {self.schema.name}: the task does not say what of a workspace is the answer")
+            raise InputError(
+                f"tool {self.schema.name}: the task does not define which files of a workspace are the answer"
+            )
         return _Work(workspace, kwargs["collect"])
 
     async def execute(self, state: _Work, arguments: Mapping[str, Any]) -> ToolOutput:

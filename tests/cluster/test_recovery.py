@@ -212,7 +212,7 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
     assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 1, "vllm-server-1": 1}, notes
     assert sum(record["weight_sync/servers_failed"] for record in records(config)) == 1.0
     stalled = next(note for note in notes if note.startswith("lost vllm-server-1"))
-    assert "requests it has in hand got on for" in stalled
+    assert "requests in progress advanced for" in stalled
     assert "recovery.stall_replace_s = 10" in stalled
 
 

@@ -7,6 +7,7 @@ import asyncio
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,7 @@ from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.families import trial
 from rayapp.learner.state.export import sent_weights
 from rayapp.learner.supervised import log_probs_of
-from rayapp.rollout.agent.outcome import to_trajectory
-from rayapp.rollout.recorder import EpisodeEnd, Transcript
+from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
 from support.learners import sampled
 
@@ -150,18 +150,18 @@ def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is
         check_computes(layer, 1, gate_up[1].float(), down[1].float())
 
     check([cpu_prepack_moe_weight(matrices, "vec") for matrices in (gate_up, down)])
-    with pytest.raises(ValueError, match="expert 1 computes something else than its matrices say: off by"):
+    with pytest.raises(ValueError, match="expert 1 does not compute the product with its matrices: off by"):
         check([gate_up, down])
 
 
 async def play(engine: VllmEngine, number: int) -> Trajectory:
     """Two turns with the result of a tool between them."""
-    transcript = Transcript(TOKENS)
+    recorder = Recorder(TOKENS)
     for turn in range(2):
         sampling = SamplingParams(max_tokens=60, seed=2 * number + turn)
-        await transcript.sample_turn(engine, RequestId("group", 0, number, turn=turn), sampling, lambda said: said.text)
-        transcript.add_read([5, 6, 7, number + 8] if turn == 0 else [])
-    return to_trajectory(transcript.finished(EpisodeEnd.ANSWERED), Reward(value=0.0))
+        await recorder.sample_turn(engine, RequestId("group", 0, number, turn=turn), sampling, lambda said: said.text)
+        recorder.add_read([5, 6, 7, number + 8] if turn == 0 else [])
+    return replace(recorder.trajectory(), reward=Reward(value=0.0))
 
 
 @pytest.mark.long

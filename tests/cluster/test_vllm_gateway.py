@@ -78,9 +78,9 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         assert anew.choices[0].message.content is not None
         for turn in tree.turns:
             path = path_to(turn.end - 1, tree.forks)
-            found = (await server.prompt_log_probs([tree.token_ids[path].tolist()]))[0]
+            found = (await server.prompt_log_probs([tree.trajectory().token_ids[path].tolist()]))[0]
             number = turn.end - turn.start
-            difference = np.abs(found[-number:] - tree.log_probs[turn.start : turn.end]).max()
+            difference = np.abs(found[-number:] - tree.trajectory().rollout_log_probs[turn.start : turn.end]).max()
             assert difference < MAX_LOG_PROB_DIFFERENCE, turn
     finally:
         await gateway.close()

@@ -124,7 +124,7 @@ async def test_a_request_whose_cohort_does_not_come_stalls_and_then_starts_alone
     engine, sampling = server._started_engine(), SamplingParams(max_tokens=4, seed=1)
     lonely = asyncio.ensure_future(server.generate(RequestId("group", 9, 0), [72, 75], sampling, cohort_size=2))
 
-    with pytest.raises(StalledError, match="vllm-server-0 answers, but none of the 1 requests it has in hand"):
+    with pytest.raises(StalledError, match="vllm-server-0 answers, but none of the 1 requests in progress"):
         while not lonely.done():
             engine.in_hand.check_moves(1.0, who="vllm-server-0", work="requests")
             await asyncio.sleep(0.1)

@@ -1,19 +1,20 @@
-"""Whole episodes with tools of a real MCP server, which may die under them."""
+"""Whole plays with tools of a real MCP server, which may die under them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import failure_of, to_trajectory, with_terms
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.loading import open_tools
@@ -49,7 +50,7 @@ async def tool_set(folder: Path, url: str) -> ToolSet:
     return await open_tools(folder / "tools.yaml")
 
 
-async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Episode:
+async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Trajectory:
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=4000)
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=limits)
@@ -68,11 +69,11 @@ async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Episode:
 async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokenizer: Any, tmp_path: Path) -> None:
     async with serving(SANDBOXES, api_key="key") as url:
         tools = await tool_set(tmp_path, url)
-        episode = await play(chat_tokenizer, tools, TURNS)
+        played = await play(chat_tokenizer, tools, TURNS)
         await tools.close()
 
-    trajectory = to_trajectory(episode, with_terms(Reward(value=1.0, terms={"answer": 1.0}), episode))
-    assert [record.output for record in episode.calls] == [
+    trajectory = replace(played, reward=with_terms(Reward(value=1.0, terms={"answer": 1.0}), played))
+    assert [record.output for record in played.calls] == [
         "é漢 42",
         "Current parsed answer='41' reward=0.0",
         "Current parsed answer='42' reward=1.0",
@@ -91,12 +92,12 @@ async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other
         assert (await play(chat_tokenizer, tools, TURNS)).status is RolloutStatus.COMPLETED
 
     needy, other = TURNS, (call("calc_gsm8k_reward", answer="42"), "#### 42")
-    episodes = await asyncio.gather(*(play(chat_tokenizer, tools, turns) for turns in (needy, other, needy)))
+    plays = await asyncio.gather(*(play(chat_tokenizer, tools, turns) for turns in (needy, other, needy)))
     await tools.close()
 
-    statuses = [episode.status for episode in episodes]
+    statuses = [played.status for played in plays]
     assert statuses == [RolloutStatus.ERROR_TOOL, RolloutStatus.COMPLETED, RolloutStatus.ERROR_TOOL]
-    failed = to_trajectory(episodes[0], failure_of(episodes[0]))
+    failed = plays[0]
     assert (failed.reward.failure_kind, failed.is_trainable) == ("tool_unavailable", False)
     assert "could not be reached for 0.5 s" in failed.reward.detail
 
@@ -106,10 +107,10 @@ async def test_huge_and_odd_output_reaches_the_policy_cut(chat_tokenizer: Any, t
     turns = ("".join(call("run_code_once", code=code) for code in codes), "done")
     async with serving(SANDBOXES, api_key="key") as url:
         tools = await tool_set(tmp_path, url)
-        episode = await play(chat_tokenizer, tools, turns)
+        played = await play(chat_tokenizer, tools, turns)
         await tools.close()
 
-    assert episode.status is RolloutStatus.TRUNCATED or episode.status is RolloutStatus.COMPLETED
-    assert [record.failure for record in episode.calls] == ["", "", ""]
-    assert len(episode.calls[0].output) == 1024 + len("...(truncated)...")
-    assert "UnicodeEncodeError" in episode.calls[1].output or "\ufffd" in episode.calls[1].output
+    assert played.status is RolloutStatus.TRUNCATED or played.status is RolloutStatus.COMPLETED
+    assert [record.failure for record in played.calls] == ["", "", ""]
+    assert len(played.calls[0].output) == 1024 + len("...(truncated)...")
+    assert "UnicodeEncodeError" in played.calls[1].output or "\ufffd" in played.calls[1].output

@@ -18,11 +18,11 @@ from rayapp.cli.doctor import fitness
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
-from rayapp.core.types import RequestId, SamplingParams
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
 from rayapp.engine.vllm_tool_parser import HarmonyParser
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, EpisodeEnd
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import MAX_CALLS, ToolBase, ToolCallParser, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
@@ -186,7 +186,7 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
         config = {
             "cluster": {"device": "cpu"},
             "model": {"path": str(tmp_path)},
-            "data": {"train_files": ["train.parquet"]},
+            "tasks": ["train.parquet"],
             "agent": {"tool_file": str(tools), "tool_parser": parser},
         }
         return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]
@@ -246,10 +246,10 @@ async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
     engine = ScriptedEngine(chat.tokenizer.encode, chat.tokenizer.decode, lambda *_: next(turns), end_id=0)
     engine.record = True
     prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids([{"role": "user", "content": "3 + 1?"}])))
-    episode = await loop.run(
+    played = await loop.run(
         prompt, engine=engine, sampling=SamplingParams(max_tokens=10_000), request_id=RequestId("group", 0)
     )
-    assert episode.end is EpisodeEnd.ANSWERED
+    assert played.status is RolloutStatus.COMPLETED
     (first, second) = (list(prompt_ids) for _, prompt_ids, _ in engine.requests)
     sampled = chat.tokenizer.encode(said + end, add_special_tokens=False)
     assert second[: len(first) + len(sampled)] == first + sampled

@@ -103,7 +103,7 @@ def sources(folder: Path) -> str:
     return json.dumps(
         [
             {"name": "agent", "tasks": ["sort_numbers"]},
-            {"name": "rows", "data": {"train_files": [str(folder / "rows.parquet")]}, "reward": reward},
+            {"name": "rows", "tasks": [str(folder / "rows.parquet")], "reward": reward},
         ]
     )
 

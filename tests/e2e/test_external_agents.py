@@ -95,12 +95,12 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         learner={"max_tokens_per_microbatch": 2048},
         train={"num_steps": NUM_STEPS},
         sandbox={"max_leases": 4},
-        agent={"default_agent": "external_agent", "chat_template": "chatml_hermes"},
+        agent={"name": "external_agent", "chat_template": "chatml_hermes"},
     )
     del config["tasks"]
     shared = {"timeout_s": 300.0, "answer_file": "answer"}
     config["sources"] = [
-        {"name": name, "data": {"train_files": [rows(tmp_path)]}, "agent": {"external": shared | external}}
+        {"name": name, "tasks": [rows(tmp_path)], "agent": {"external": shared | external}}
         for name, external in (("inside", inside), ("beside", beside))
     ]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

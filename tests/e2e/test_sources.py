@@ -51,7 +51,7 @@ def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[
         for number in range(NUM_ROWS)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
-    data = {"train_files": [str(folder / "rows.parquet")], "eval_files": [str(folder / "rows.parquet")]}
+    file = str(folder / "rows.parquet")
     return {
         "run": {"name": "sources", "output_dir": str(folder), "seed": 5},
         "model": {"path": str(model)},
@@ -59,9 +59,9 @@ def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[
         "sources": [
             {"name": "code", "ratio": RATIOS[0], "tasks": tasks,
              "rollout": {"max_completion_tokens": 12}},
-            {"name": "rows", "ratio": RATIOS[1], "data": data | {"max_eval_rows": 2},
+            {"name": "rows", "ratio": RATIOS[1], "tasks": [file],
              "agent": {"tool_file": str(folder / "tools.yaml"), "chat_template": "chatml_hermes"},
-             "eval": {"samples_per_task": 3}},
+             "eval": {"tasks": [file], "max_problems": 2, "samples_per_task": 3}},
             {"name": "walks", "ratio": RATIOS[2], "tasks": [str(folder / "walk.yaml")],
              "agent": {"chat_template": "chatml_hermes"}},
         ],

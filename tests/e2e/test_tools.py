@@ -103,7 +103,7 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
             "model": {"path": str(calling_model)},
             "cluster": {"device": "cpu"},
             "tracking": {"trackers": ["jsonl", "mlflow"], "project": "tools", "trace_ratio": 1.0},
-            "data": {"train_files": [str(data_file)], "eval_files": [str(data_file)], "max_eval_rows": 3},
+            "tasks": [str(data_file)],
             "agent": {
                 "tool_file": str(tool_file(tmp_path, url)),
                 "chat_template": "chatml_hermes",
@@ -111,6 +111,7 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
             },
             "rollout": {"group_size": 4, "max_prompt_tokens": 2000, "max_completion_tokens": 1000},
             "train": {"groups_per_step": 2},
+            "eval": {"tasks": [str(data_file)], "max_problems": 3},
             "learner": {
                 "max_tokens_per_microbatch": 8192,
                 "compute_dtype": "float32",

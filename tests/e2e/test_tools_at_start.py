@@ -40,7 +40,7 @@ def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
             "run": {"name": "no-tools", "output_dir": str(tmp_path)},
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu", "address": standing_ray.address, "start_timeout_s": 600},
-            "data": {"train_files": [str(tmp_path / "rows.parquet")]},
+            "tasks": [str(tmp_path / "rows.parquet")],
             "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},
         }
     )

@@ -1,4 +1,4 @@
-"""What `make bench` calls a loss, and which earlier record it compares with."""
+"""What `make bench` counts as a loss, and the earlier record that it compares with."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_loss_fails_and_is_recorded_only_when_it_is_accepted(
         each["machine"]["uncommitted"] = False
     assert judge("driver", first, accept=False, records=tmp_path)
     assert recorded(tmp_path) == [2.0]
-    # Twice: a loss that slipped into the records would be what the second call compares with, and would pass.
+    # Twice: if a loss were recorded, the second call would compare with it and pass.
     for _ in range(2):
         assert not judge("driver", worse, accept=False, records=tmp_path)
         assert "a lost more than 10%" in capsys.readouterr().out

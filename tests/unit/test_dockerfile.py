@@ -1,4 +1,4 @@
-"""The image's Dockerfile: linted by hadolint, and what it copies is there."""
+"""The image's Dockerfile: linted by hadolint, and the files that it copies exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every place where a stranger's bytes enter an event loop: hostile ones never hold it up for long, and leave nothing.
+"""Every place where foreign bytes enter an event loop: hostile ones never block it for long, and leave no memory
+behind.
 
-Servers are asked on every route that their code has: a route without hostile bodies here fails. What comes in another
-way has a row in `REPLIES`.
+Servers are attacked on every route in their code: a route without hostile bodies here fails. Bytes that come in another
+way have a row in `REPLIES`.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.3
-"""For which one stranger may keep all others waiting."""
+"""Seconds for which one client may block all others."""
 MAX_GROWTH_MIB = 24
-"""Of the process, over rounds of the same attack after the first."""
+"""Growth of the process over rounds of the same attack after the first."""
 NUM_ROUNDS, NUM_AT_ONCE, NUM_TRIES = 2, 3, 4
 HALF = "\ud83d"
 
 
 async def _attack_once(once: Callable[[], Awaitable[object]], num_at_once: int) -> None:
-    """Make one attack several times at once; try again where the loop was held up, but not by the attack.
+    """Make one attack several times at once; retry if the loop was blocked for another reason.
 
-    On a busy machine the threads of this process compute while the system lets the loop's thread wait. What holds the
-    loop up does so in every try.
+    On a busy machine the system may let the loop's thread wait while other threads compute. An attack that blocks the
+    loop does so in every try.
     """
     for tries_left in reversed(range(NUM_TRIES)):
         try:
@@ -187,15 +188,15 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
 
 @dataclass
 class Asked:
-    """A server."""
+    """A server under attack."""
 
     routes: set[str]
     ask: Callable[[str, bytes | str], Awaitable[object]]
-    """Path of a route, and a body or a query."""
+    """Function of a route's path and a body or query that sends a request."""
 
 
 async def ask(url: str, headers: Mapping[str, str], path: str, given: bytes | str) -> None:
-    """Ask as a hostile program may: in few calls, so that our own loop computes little for it."""
+    """Send a request as a hostile program may: in few calls, so that our own loop computes little for it."""
     server = urlsplit(url)
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
     path, method = (path, "POST") if isinstance(given, bytes) else (path + given, "GET")
@@ -243,7 +244,7 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
             async def asked(path: str, given: bytes | str) -> None:
                 await ask(served.url, headers, path.format(session=session.id, model="m" * 3000), given)
-                # Nothing of it fails the trajectory.
+                # The attack does not fail the trajectory.
                 assert not session.trouble.done()
 
             yield Asked(aiohttp_routes(served._listening._runner.app), asked)
@@ -253,12 +254,12 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 @asynccontextmanager
 async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), 9, 1.0, "k")
+    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), "k")
     opened = open_to_all(
         formats(tokenizer),
         AnyServer([engine(tokenizer)]),
         model="m",
-        max_tokens=32_768,
+        sampling=SamplingParams(max_tokens=32_768),
         key="k",
         sockets=bound("127.0.0.1", 0),
     )
@@ -283,7 +284,7 @@ async def mcp(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 def _degenerate(group: Group) -> Group:
-    """With completions that are costly to compare line by line, and word by word."""
+    """Return the group with completions that are expensive to compare line by line and word by word."""
     texts = ("a\nb\n" * 750, "b\na\na\n" * 500, "\n".join(["x y " * 250] * 700), "\n".join(["y x x " * 160] * 700))
     changed = [replace(each, completion_text=text) for each, text in zip(group.trajectories, texts, strict=False)]
     return replace(group, trajectories=(*changed, *group.trajectories[len(changed) :]))
@@ -326,7 +327,7 @@ async def test_no_body_and_no_query_holds_a_server_up_or_fills_it(
             await attack([partial(asked.ask, path, given) for given in bodies])
 
 
-# What comes in another way -----------------------------------------------------------------------------------------
+# Bytes that come in another way -----------------------------------------------------------------------------------
 
 
 async def _tool_results(tokenizer: Any) -> None:
@@ -372,7 +373,7 @@ async def _answer_files(tokenizer: Any) -> None:
 
 
 def _fill(folder: Path) -> None:
-    """Leave what an agent's `mkdir d; cd d` in a loop leaves: names too long for any path."""
+    """Leave what an agent's `mkdir d; cd d` loop leaves: names too long for any path."""
     start = os.open(folder, os.O_RDONLY)
     inner = start
     for _ in range(1500):

@@ -33,7 +33,7 @@ LINES = """
 """
 """From the top down. Rooms of one line don't import each other; `actors` is a folder of its own beside `rayapp`."""
 TASKS_DATA = "rayapp/tasks/library/repositories"
-"""Code that policies work on: data, and no module of ours."""
+"""Code that policies work on: data, not modules of ours."""
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_FILES = 16

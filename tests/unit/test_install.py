@@ -1,4 +1,4 @@
-"""The locks and the installer: what a fresh clone gets."""
+"""The locks and the installer: the environment of a fresh clone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is packed: every file that the program reads beside its modules, and a version of its own."""
+"""The wheel's contents: every file that the program reads besides modules, and the version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.mark.slow
 def test_the_wheel_has_all_that_the_program_reads(tmp_path: Path) -> None:
-    """In an empty environment it is tried by hand: `python -m scripts.check_wheel` needs an index."""
+    """An empty environment is tried by hand: `python -m scripts.check_wheel` needs an index."""
     wheel = build(tmp_path)
 
     assert missing(wheel) == []

@@ -230,7 +230,7 @@ def _count(device: str, asked: int) -> int:
     have = gpus_here()
     if have == 0 or have < asked:
         raise InputError(
-            f"{asked or 'some'} GPUs are to be checked, but torch finds {have} on this machine. `nvidia-smi` has the "
-            "driver; `make venv DEVICE=gpu` the build for GPUs; --device cpu tries the checks without."
+            f"{asked or 'some'} GPUs are to be checked, but torch finds {have} on this machine. `nvidia-smi` shows "
+            "the driver; `make venv DEVICE=gpu` installs the build for GPUs; --device cpu tries the checks without."
         )
     return asked or min(have, 8)

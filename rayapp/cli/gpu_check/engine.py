@@ -115,7 +115,7 @@ def judge_engine(found: dict[str, Any]) -> CheckResult:
         cure = "learner and engine compute another model: same dtype on both sides? Report it with this file"
         return judged(figure, f"more than {MAX_LOG_PROB_DIFFERENCE} from the learner's", cure, **found)
     if found.get("freed_gib", 1.0) <= 0:
-        return judged(figure, "sleeping gave nothing back", "use cluster.placement=split, and report it", **found)
+        return judged(figure, "sleep freed no memory", "use cluster.placement=split, and report it", **found)
     return judged(figure, **found)
 
 

@@ -63,7 +63,7 @@ def _train(
     code, lines = passed_on([sys.executable, "-m", "rayapp", "train", str(file)], environment)
     if code:
         return judged(
-            f"{transport}: exit code {code}", _reason(lines), "docs/troubleshoot.md has it by message",
+            f"{transport}: exit code {code}", _reason(lines), "look the message up in docs/troubleshoot.md",
             log="".join(lines)[-8000:],
         )  # fmt: skip
     metrics = context.folder / "out" / "check" / "metrics.jsonl"

@@ -102,7 +102,7 @@ def _entrypoint(job: Manifest) -> Iterator[str]:
     if spec.get("submissionMode", "K8sJobMode") in ("K8sJobMode", "SidecarMode"):
         text = spec.get("entrypoint", "")
         if found := re.search(r"[^A-Za-z0-9_./:,= -]", text):
-            yield f"entrypoint has {found.group()!r}, which a shell reads as its own: only plain words are safe"
+            yield f"entrypoint has {found.group()!r}, which a shell interprets: use plain words only"
 
 
 def _groups(job: Manifest) -> Iterator[str]:

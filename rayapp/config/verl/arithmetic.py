@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.agent import DATA_FILES, is_data_file
 from rayapp.config.verl.rules import Landing, Values
 from rayapp.core.errors import ConfigError
 
@@ -154,13 +155,12 @@ def clip_ratio(key: str, value: Any, values: Values) -> Landing:
 
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
-    """verl takes two bounds too, as text: IcePop drops tokens outside of them."""
-    if isinstance(value, str) and "_" in value:
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: two bounds drop tokens outside of them, and here large weights are "
-            "truncated. Give the upper bound alone."
-        )
-    return Landing(settings={"algorithm.rollout_correction.threshold": float(value)})
+    """Take the upper bound of the weights, or `lower_upper`, outside of which verl sets them to 0 (IcePop)."""
+    lower, _, upper = str(value).rpartition("_")
+    settings = {"algorithm.rollout_correction.threshold": float(upper)}
+    if lower:
+        settings["algorithm.rollout_correction.min_weight"] = float(lower)
+    return Landing(settings=settings)
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:
@@ -191,10 +191,8 @@ def replicas(key: str, value: Any, values: Values) -> Landing:
 
 
 def eval_temperature(key: str, value: Any, values: Values) -> Landing:
-    """do_sample: False is greedy, whatever the temperature."""
-    sampled = bool(values["actor_rollout_ref.rollout.val_kwargs.do_sample"])
-    temperature = float(values["actor_rollout_ref.rollout.val_kwargs.temperature"]) if sampled else 0.0
-    return Landing(settings={"eval.temperature": temperature}, note="" if sampled else "greedy")
+    """Take the temperature of evaluations; verl's agent loops don't read do_sample."""
+    return Landing(settings={"eval.temperature": float(value)}, note="" if float(value) else "greedy")
 
 
 def before_training(key: str, value: Any, values: Values) -> Landing:
@@ -205,9 +203,15 @@ def before_training(key: str, value: Any, values: Values) -> Landing:
 
 
 def turns(key: str, value: Any, values: Values) -> Landing:
-    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit."""
-    settings = {"agent.max_assistant_turns": int(value or _MAX_TURNS_WITHOUT_LIMIT)}
-    return Landing(settings=settings, note="" if value else "no limit in verl")
+    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit.
+
+    A user turn is the tools' answer to an assistant turn, so that N of them allow N + 1 assistant turns.
+    """
+    section = key.rpartition(".")[0]
+    assistant, user = (int(values.get(f"{section}.max_{who}_turns") or 0) for who in ("assistant", "user"))
+    limits = [limit for limit in (assistant, user and user + 1) if limit]
+    note = "no limit in verl" if not limits else f"max_user_turns = {user}" if min(limits) != assistant else ""
+    return Landing(settings={"agent.max_assistant_turns": min(limits, default=_MAX_TURNS_WITHOUT_LIMIT)}, note=note)
 
 
 def custom_reward(key: str, value: Any, values: Values) -> Landing:
@@ -256,6 +260,14 @@ def contents(key: str, value: Any, values: Values) -> Landing:
 def as_list(value: Any) -> list[Any]:
     """verl takes one or several in many places."""
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def data_files(value: Any) -> list[Any]:
+    """verl reads any file as rows; here a task is a data file by its name."""
+    files = as_list(value)
+    if others := [file for file in files if isinstance(file, str) and not is_data_file(file)]:
+        raise ValueError(f"the name of a data file ends in {', '.join(DATA_FILES)} here; rename {others[0]}")
+    return files
 
 
 def at_least_zero(value: Any) -> int:

@@ -267,6 +267,9 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
             rows.append(KeyRow(key=key, value=value, landing=landing, is_default=key not in given))
         except ConfigError as error:
             problems[key] = str(error)
+    if engine := [problems[key] for key in ("model_engine", "actor_rollout_ref.actor.strategy") if key in problems]:
+        # Keys of another engine have no meaning here, so that their problems would help nobody.
+        raise ConfigError(f"verl keys that can't be imported:\n  {engine[0]}")
     if problems:
         # Several keys of one section may be refused for the same reason.
         raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems.values())))

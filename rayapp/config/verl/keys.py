@@ -15,7 +15,7 @@ from rayapp.config.verl.rules import Rule, choice, choice_without_effect, no_eff
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _FSDP = f"{_ACTOR}.fsdp_config"
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
-_ENGINE = "learners shard with FSDP2, and this section is another engine's. Use verl's FSDP command of the model"
+_ENGINE = "learners shard with FSDP2, without Megatron and other engines. Use verl's FSDP command of the model"
 _NO_CRITIC = "no critic: the advantage comes from the group"
 _ALWAYS = "always so here"
 _OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.offload_when_idle=true moves both"
@@ -23,7 +23,6 @@ _LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_
 _SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
 _VLLM_OWN = "vLLM's own default is taken"
 _NOT_READ = "not read by verl's GRPO either, or its own machinery"
-_EVALUATES = "evaluation samples the model's own distribution, so its numbers differ from verl's"
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 _OF_FSDP = (
     "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "seed", "use_torch_compile",
@@ -63,7 +62,6 @@ DEFAULTS: dict[str, Any] = {
     f"{_TURNS}.max_parallel_calls": 1,
     f"{_TURNS}.max_tool_response_length": 256,
     f"{_VAL}.n": 1,
-    f"{_VAL}.do_sample": False,
     f"{_VAL}.temperature": 0.0,
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
@@ -76,8 +74,8 @@ DEFAULTS: dict[str, Any] = {
 """verl 0.9's defaults for keys that a user leaves out, as far as they change something here."""
 
 DATA: dict[str, Rule] = {
-    "data.train_files": to("data.train_files", arithmetic.as_list),
-    "data.val_files": to("data.eval_files", arithmetic.as_list),
+    "data.train_files": to("tasks", arithmetic.data_files),
+    "data.val_files": to("eval.tasks", arithmetic.data_files),
     "data.train_batch_size": to("train.groups_per_step", int, note="prompts per step"),
     "data.max_prompt_length": to("rollout.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int, note="over all turns, tool results included"),
@@ -85,7 +83,7 @@ DATA: dict[str, Rule] = {
     "data.truncation": to("data.truncation"),
     "data.shuffle": to("data.shuffle", bool),
     "data.seed": optional("run.seed", int),
-    "data.val_max_samples": to("data.max_eval_rows", arithmetic.at_least_zero),
+    "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.train_max_samples": only(-1, why="training takes all rows; cut the file, or data prepare --limit"),
     "data.prompt_key": only("prompt", why="the column is called prompt (docs/data.md)"),
     "data.reward_fn_key": only("data_source", why="the column is called data_source (docs/data.md)"),
@@ -121,7 +119,8 @@ ALGORITHM: dict[str, Rule] = {
     f"{_ACTOR}.kl_loss_coef": arithmetic.kl_loss,
     f"{_ACTOR}.kl_loss_type": choice(
         "algorithm.kl_loss_type",
-        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"},
+        {name: name for name in ("k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "low_var_kl+", "abs+")}
+        | {"kl": "k1", "kl+": "k1+", "mse": "k2", "mse+": "k2", "k2+": "k2"},
     ),
     f"{_ACTOR}.entropy_coeff": to("algorithm.entropy_coef", float),
     f"{_ACTOR}.clip_ratio": no_effect("counts where clip_ratio_low or clip_ratio_high is null"),
@@ -186,8 +185,10 @@ LEARNER: dict[str, Rule] = {
     f"{_FSDP}.qat.enable": only(False, why="the policy is trained in learner.compute_dtype"),
     f"{_FSDP}.qat.*": no_effect("only read with qat.enable"),
     f"{_FSDP}.turbo_config.*": no_effect("only read with strategy=fsdp_turbo"),
-    f"{_ACTOR}.megatron.*": only(None, why="learners shard with FSDP2, without Megatron: give actor.strategy=fsdp2"),
-    **{f"{_ACTOR}.{name}.*": refused(f"{_ACTOR}.{name}", why=_ENGINE) for name in ("engine", "veomni", "torchtitan")},
+    **{
+        f"{_ACTOR}.{name}.*": refused(f"{_ACTOR}.{name}", why=_ENGINE)
+        for name in ("megatron", "engine", "veomni", "torchtitan")
+    },
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
     f"{_ACTOR}.checkpoint.load_contents": no_effect("a resumed run loads what was saved"),
     f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous", bool),
@@ -204,7 +205,7 @@ LEARNER: dict[str, Rule] = {
 
 ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.name": only("vllm", why="rollouts run on vLLM"),
-    f"{_ROLLOUT}.mode": only("async", why="every trajectory goes on by itself"),
+    f"{_ROLLOUT}.mode": only("async", "sync", why="every trajectory goes on by itself: the same distribution"),
     f"{_ROLLOUT}.n": arithmetic.group_size,
     f"{_ROLLOUT}.temperature": to("rollout.temperature", float),
     f"{_ROLLOUT}.top_p": only(1, 1.0, why=_SAMPLING),
@@ -239,13 +240,13 @@ ROLLOUT: dict[str, Rule] = {
     ),
     f"{_ROLLOUT}.agent.num_workers": arithmetic.workers,
     f"{_ROLLOUT}.agent.default_agent_loop": choice(
-        "agent.default_agent",
+        "agent.name",
         {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},
         note="for rows without agent_name",
     ),
     f"{_TURNS}.enable": no_effect("verl's agent loops don't read it: max_assistant_turns counts"),
     f"{_TURNS}.max_assistant_turns": arithmetic.turns,
-    f"{_TURNS}.max_user_turns": only(None, 0, why="tools are the only ones that answer the policy"),
+    f"{_TURNS}.max_user_turns": no_effect("counts with max_assistant_turns: tools are the only users"),
     f"{_TURNS}.tool_config_path": optional("agent.tool_file"),
     f"{_TURNS}.max_parallel_calls": to("agent.max_calls_per_turn", int),
     f"{_TURNS}.max_tool_response_length": to("agent.max_tool_output_chars", int),
@@ -255,9 +256,9 @@ ROLLOUT: dict[str, Rule] = {
     f"{_TURNS}.tokenization_sanity_check_mode": no_effect("tokens are never made again from text"),
     f"{_VAL}.n": to("eval.samples_per_task", int),
     f"{_VAL}.temperature": arithmetic.eval_temperature,
-    f"{_VAL}.do_sample": no_effect("temperature counts if it is on"),
-    f"{_VAL}.top_p": no_effect(_EVALUATES),
-    f"{_VAL}.top_k": no_effect(_EVALUATES),
+    f"{_VAL}.do_sample": no_effect("verl's agent loops don't read it: temperature counts"),
+    f"{_VAL}.top_p": to("eval.top_p", float),
+    f"{_VAL}.top_k": to("eval.top_k", arithmetic.at_least_zero),
     f"{_ROLLOUT}.profiler.*": no_effect("verl's profiler"),
 }
 

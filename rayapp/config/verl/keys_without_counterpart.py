@@ -12,7 +12,7 @@ from typing import Any
 
 from rayapp.config.verl import rules
 from rayapp.config.verl.arithmetic import determinism
-from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only
+from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
 _LOSS = "distillation.distillation_loss"
@@ -126,8 +126,13 @@ REWARD: dict[str, Rule] = {
         ("sandbox_fusion.url", "reward.sandbox_fusion.url"), only(None, why="code runs in the sandboxes of sandbox.*")
     ),
     **_all("see sandbox.*", "sandbox_fusion.*", "reward.sandbox_fusion.*"),
-    "custom_reward_function.reward_kwargs": only(None, {}, why="bind arguments in the function itself"),
-    "reward.custom_reward_function.reward_kwargs": only(None, {}, why="bind arguments in the function itself"),
+    **{
+        f"{section}custom_reward_function.reward_kwargs{below}": only(
+            None, {}, why="bind arguments in the function itself"
+        )
+        for section in ("", "reward.")
+        for below in ("", ".*")
+    },
 }
 
 TRACES: dict[str, Rule] = {
@@ -149,6 +154,14 @@ AGENT: dict[str, Rule] = {
 }
 
 ENGINE: dict[str, Rule] = {
+    **{
+        f"{_ROLLOUT}.engine_kwargs.vllm.{name}": no_effect("vLLM's own default is taken; the samples are the same")
+        for name in ("compilation_config.*", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "swap_space")
+    },
+    **{
+        f"{_ROLLOUT}.engine_kwargs.{name}.*": no_effect(f"only read with rollout.name={name}")
+        for name in ("sglang", "trtllm")
+    },
     f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="no options go to vLLM unseen; see server.*"),
     f"{_ROLLOUT}.limit_images": only(None, why=_TRAINS_TEXT),
     **dict.fromkeys(
@@ -234,6 +247,11 @@ POLICY: dict[str, Rule] = {
     f"{_MODEL}.tokenizer_path": only(None, why="the tokenizer lies beside the weights"),
     f"{_MODEL}.external_lib": only(None, why="no code is imported for its side effects"),
     f"{_MODEL}.override_config": only(None, {}, why="change config.json of a copy of the model"),
+    f"{_MODEL}.override_config.max_position_embeddings": to("model.max_position_embeddings", int),
+    **{
+        f"{_MODEL}.override_config.{name}": only(0.0, why="dropout is always 0 here")
+        for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "attn_pdrop")
+    },
     f"{_MODEL}.override_config.*": only(None, why="change config.json of a copy of the model"),
     f"{_MODEL}.enable_activation_offload": no_effect("activations are recomputed, not moved: the same numbers"),
     f"{_MODEL}.exclude_modules": only(None, why="name the modules that get adapters: target_modules"),
@@ -262,8 +280,8 @@ ALGORITHM_REST: dict[str, Rule] = {
 DATA_REST: dict[str, Rule] = {
     "data.tokenizer": only(None, why="the tokenizer is the model's"),
     "data.trust_remote_code": no_effect("see actor_rollout_ref.model.trust_remote_code"),
-    "data.apply_chat_template_kwargs": only(None, {}, why="give a .jinja file as agent.chat_template"),
-    "data.apply_chat_template_kwargs.*": only(None, why="give a .jinja file as agent.chat_template"),
+    "data.apply_chat_template_kwargs": only(None, {}, why="it holds the template's variables by name"),
+    "data.apply_chat_template_kwargs.*": rules.template_variable,
     "data.sampler.class_path": only(None, why="rows come in an order of each epoch's own"),
     "data.sampler.class_name": only(None, why="rows come in an order of each epoch's own"),
     "data.continuous_token.enable": only(False, why="turns are kept as they were sampled"),
@@ -281,13 +299,14 @@ DATA_REST: dict[str, Rule] = {
 }
 
 TRAINER_REST: dict[str, Rule] = {
-    "trainer.resume_from_path": only(None, why="a run resumes from its own folder: run.name and run.output_dir"),
+    "trainer.resume_from_path": no_effect("only read with resume_mode=resume_path"),
     "trainer.checkpoint_callback_class": only(None, why="checkpoints are folders that other programs can watch"),
     "trainer.del_local_ckpt_after_load": no_effect("checkpoint.keep_last says what stays"),
     "trainer.v1.trainer_mode": only("sync", why="for asynchronous runs give rayapp.train.max_staleness=1 or more"),
     **_all(
         "verl's own machinery",
         "trainer.use_v1",
+        "trainer.use_legacy_worker_impl",
         "trainer.v1.*",
         "trainer.esi_redundant_time",
         "trainer.ray_wait_register_center_timeout",

@@ -112,6 +112,8 @@ def refused(section: str, *, why: str) -> Rule:
     """
 
     def rule(key: str, value: Any, values: Values) -> Landing:
+        if value is None:
+            return Landing(note=why)
         raise ConfigError(f"{section}.* can't be imported: {why}.")
 
     return rule
@@ -120,9 +122,8 @@ def refused(section: str, *, why: str) -> Rule:
 _FILTER = "algorithm.filter_groups"
 _TRACE = "actor_rollout_ref.rollout.trace"
 _BATCHES_WITHOUT_LIMIT = 10
-_REWARD_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")
-_SHAPES_REWARDS = ("overlong_buffer.enable", "overlong_buffer_cfg.enable", "custom_reward_function.path")
-_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo")
+_REWARD_METRICS = (None, "reward", "seq_reward", "seq_final_reward")
+_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
@@ -140,16 +141,18 @@ def filter_groups(key: str, value: Any, values: Values) -> Landing:
 
 
 def filter_metric(key: str, value: Any, values: Values) -> Landing:
-    """Return no setting: rewards are compared here, and `acc` only where it differs exactly when they do."""
-    if not values.get(f"{_FILTER}.enable") or value in (None, *_REWARD_METRICS):
+    """Take the reward term that groups are compared by; verl's names of the reward itself are the default."""
+    if not values.get(f"{_FILTER}.enable") or value in _REWARD_METRICS:
         return Landing(note="groups are compared by their rewards")
-    others = [name for name in values if values[name] and name.endswith(_SHAPES_REWARDS)]
-    if value != "acc" or others:
-        why = f", and {others[0]} makes them differ from {value}" if others else ""
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: groups are compared by their rewards{why}. Set {key}=reward."
-        )
-    return Landing(note="groups are compared by their rewards, which are right or wrong as acc is")
+    return Landing(settings={"algorithm.dynamic_sampling.metric": str(value)})
+
+
+def template_variable(key: str, value: Any, values: Values) -> Landing:
+    """Take one variable of the chat template."""
+    name = key.removeprefix("data.apply_chat_template_kwargs.")
+    if "." in name or not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"{key} = {value!r} can't be imported: it must be a text, a number, true or false")
+    return Landing(settings={f"agent.chat_template_kwargs.{name}": value})
 
 
 def reward_manager(key: str, value: Any, values: Values) -> Landing:
@@ -158,6 +161,11 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(
             f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
             "as rayapp.reward.custom."
+        )
+    if value == "batch" and any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported with a custom_reward_function: it takes lists of answers, and here "
+            "compute_score is called for one answer at a time. Rewrite it so, and leave the manager out."
         )
     return Landing(note="rows are scored one by one, by the rule of their data_source")
 

@@ -1,7 +1,7 @@
 """Read the verl command of a launch script without running the script. Called by `importing.py`.
 
-A small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and no program but
-`date`, `pwd`, `basename` and `dirname`. A value that this reader can't compute is named, never guessed.
+It knows a small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and the
+programs `date`, `pwd`, `echo`, `basename`, `dirname` and `readlink`. An error names the values that it can't compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rayapp.core.errors import ConfigError
 
-TRAINERS = ("main_ppo", "main_dapo", "main_entropy")
+TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
 """Last part of the modules whose runs are GRPO and its kin."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Enclose the text of an expansion that can't be computed."""
@@ -27,6 +27,8 @@ _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?])(\[[^\]]*\])?(.*)", re.DOTALL)
 _SEPARATORS = ("&&", "||", ";;", ";", "&", "|", "\n", "(", ")")
+_FALSE_HERE = ("python3 -c import torch_npu", "python -c import torch_npu", "command -v npu-smi", "npu-smi info")
+"""Commands by which scripts look for NPUs, which runs here don't use."""
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -481,23 +483,33 @@ def _trimmed(value: str, rest: str, shell: _Shell) -> str:
 
 def _captured(text: str, shell: _Shell) -> str:
     """Return the output of `$(...)` for the few programs that have no effect."""
-    folder = Path.cwd()
+    folder, is_true, printed = Path.cwd(), True, []
     for command in _commands(text):
         words = [part for word in command.words for part in shell.fields(word) if part != "--"]
         if any(_OPEN in word for word in words):
             break
-        if words[0] == "cd" and len(words) == 2:
-            folder = folder / words[1]
-        elif words == ["pwd"]:
-            return str(folder.resolve())
-        elif words[0] == "date" and len(words) == 2 and words[1].startswith("+"):
-            return time.strftime(words[1][1:])
-        elif words[0] == "basename" and len(words) in (2, 3):
-            return Path(words[1]).name.removesuffix(words[2] if len(words) == 3 else "")
-        elif words[0] == "dirname" and len(words) == 2:
-            return str(Path(words[1]).parent)
-        else:
-            break
+        if command.after == ("||" if is_true else "&&"):
+            continue
+        is_true = " ".join(words) not in _FALSE_HERE
+        match words:
+            case ["cd", target]:
+                folder = folder / target
+            case ["pwd"]:
+                printed.append(str(folder.resolve()))
+            case ["echo", *said]:
+                printed.append(" ".join(said))
+            case ["date", form] if form.startswith("+"):
+                printed.append(time.strftime(form[1:]))
+            case ["basename", name, *suffix] if len(suffix) < 2:
+                printed.append(Path(name).name.removesuffix("".join(suffix)))
+            case ["dirname", name]:
+                printed.append(str(Path(name).parent))
+            case ["readlink", "-f", name] | ["realpath", name]:
+                printed.append(str((folder / name).resolve()))
+            case _ if is_true:
+                break
+    else:
+        return "\n".join(printed)
     return f"{_OPEN}$({' '.join(text.split())}) is a program, and a script is never run here{_CLOSE}"
 
 

@@ -305,6 +305,6 @@ def check_computes(
     error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     if not error <= MAX_ERROR:
         raise ValueError(
-            f"{layer.layer_name}: after the weights were loaded, expert {number} computes something else than its "
-            f"matrices say: off by {error:.2g} of the largest value"
+            f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product "
+            f"with its matrices: off by {error:.2g} of the largest value"
         )

@@ -171,7 +171,7 @@ class WeightSync:
             try:
                 await server.load_weights(self._version, buckets)
             except ObjectsLostError as error:
-                log.warning("version %d can't be given to %s any more: %s", self._version, server.name, error)
+                log.warning("version %d can't be sent to %s any more: %s", self._version, server.name, error)
                 self.are_lost = True
 
 
@@ -199,7 +199,7 @@ class StoreCarrier:
                 buckets = [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
         except TimeoutError:
             raise WeightSyncError(
-                f"the learners did not give version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+                f"the learners did not export version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
             ) from None
         exported = time.monotonic()
         answers = await asyncio.gather(*(self._load(version, server, buckets) for server in servers))
@@ -284,7 +284,7 @@ class GroupCarrier:
         Called when every learner has finished: only then may servers take back the memory of shared GPUs.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
-        reason = error or WeightSyncError(f"it does not hold version {version} although the sync went through")
+        reason = error or WeightSyncError(f"it does not hold version {version} although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]
         return {s.name: answer for s, answer in zip(servers, held, strict=True) if isinstance(answer, RayappError)}
 

@@ -116,7 +116,7 @@ def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: C
         is_hopeless()
         if time.monotonic() > deadline:
             missing = sum(not store.check([key]) for key in keys)
-            raise RuntimeError(f"{missing} of {len(keys)} members did not come within {timeout_s:g} s")
+            raise RuntimeError(f"{missing} of {len(keys)} members did not join within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 

@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 LARGEST_LOG_RATIO = 20.0
 """Limit of the forward KL's weights, which are exponentials, if the config sets none."""
 _LOG_OF_NOTHING = -87.0
-"""Log-prob of outcomes that float32 has no probability for."""
+"""Log-prob of outcomes whose probability float32 can't represent."""
 
 
 def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSection) -> Tensor:
-    """Advantages by which a policy gradient lowers the KL to the teacher, in expectation over what was sampled.
+    """Return advantages with which a policy gradient lowers the KL to the teacher, in expectation over the sampled
+    tokens.
 
     Args:
         teacher, old: log-probs of the sampled tokens, under the teacher and under the policy that takes the step.
     Returns:
-        For the reverse KL log q - log p; for the forward one q / p - 1, whose gradient is that of the k3 estimator.
-        Times the section's weight; no gradient goes through.
+        For the reverse KL log q - log p; for the forward KL q / p - 1, whose gradient is that of the k3 estimator.
+        Multiplied by the section's weight, without a gradient.
     """
     log_ratio = (teacher - old).detach()
     limit = section.max_log_ratio
@@ -67,7 +68,8 @@ def kl(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
 
 
 def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """The gradient of `kl` by the policy's logits, (C, V): reverse p (log p - log q - KL), forward p - q."""
+    """Return the gradient of `kl` with respect to the policy's logits, (C, V): reverse p (log p - log q - KL), forward
+    p - q."""
     log_q = _told_apart(log_p, log_q, section)
     if section.kl == "forward":
         return log_p.exp() - log_q.exp()
@@ -76,10 +78,11 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """The teacher's log-probs, (C, V), as far as the KL tells tokens apart.
+    """Return the teacher's log-probs, (C, V), with all tokens outside its top k merged into one outcome if `top_k` is
+    set.
 
-    With `top_k` all but the top k are one outcome. That is the same, in value and gradient, as if the teacher dealt the
-    probability of that outcome out as the policy does.
+    In value and gradient of the KL, this equals a teacher that distributes that outcome's probability over its tokens
+    in the policy's proportions.
     """
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
@@ -117,7 +120,7 @@ class VerdictReader:
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
                 routed_experts=None,  # no server has sampled after the message
-                # A conversation of its own, after -1, goes on from the message too.
+                # A fork with after -1 begins a new conversation: let it continue from the message too.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),
         )
@@ -139,7 +142,7 @@ class VerdictReader:
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    """(R,) log-probs of each trajectory's response tokens under the teacher, by row.
+    """Return log-probs (R,) of each trajectory's response tokens under the teacher, by row.
 
     Args:
         num_ranks: learners that call the server at the same time.

@@ -113,7 +113,7 @@ class LossResult:
 
 
 def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor | None:
-    """Return truncated importance weights between learner and engine (B, T), or None if they are off.
+    """Return bounded importance weights between learner and engine (B, T), or None if they are off.
 
     Bypass mode needs none: its loss takes the engine's log-probs as the old ones.
 
@@ -126,7 +126,7 @@ def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: Al
     if correction.level == "none" or algorithm.policy_loss == "bypass_mode":
         return None
     weights, _ = compute_rollout_correction_weights(
-        (old - rollout).detach(), mask, rollout_is=correction.level, rollout_is_threshold=correction.threshold
+        (old - rollout).detach(), mask, rollout_is=correction.level, rollout_is_threshold=correction.bounds
     )
     result: Tensor = weights
     return result
@@ -163,7 +163,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
     options = algorithm.policy_loss_options
     correction = RolloutCorrectionConfig(
         rollout_is=None if algorithm.rollout_correction.level == "none" else algorithm.rollout_correction.level,
-        rollout_is_threshold=algorithm.rollout_correction.threshold,
+        rollout_is_threshold=algorithm.rollout_correction.bounds,
         **_declared(options, RolloutCorrectionConfig),
     )
     loss = PolicyLossConfig(

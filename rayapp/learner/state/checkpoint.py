@@ -79,7 +79,7 @@ def begin_save(
     writing: list[Future[Any]] = []
     state = {name: on_host(value) for name, value in _state(learner).items() if name.split(".")[0] in contents}
     if wrong := learner.ranks.first_of(not_finite(state)):
-        raise CheckpointError(f"training has left the numbers: {wrong}. No checkpoint of them is saved.")
+        raise CheckpointError(f"training diverged: {wrong}. No checkpoint is saved.")
     if state:
         state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
         state["rng"] = torch.get_rng_state()

@@ -46,18 +46,18 @@ class HfFile:
 
     name: str
     groups: tuple[tuple[str, ...], ...]
-    """Names of the model's tensors (without adapters): a group becomes the hub's tensors by itself."""
+    """Names of the model's tensors (without adapters): each group can be converted to the hub's tensors by itself."""
     hub: Mapping[str, Tensor]
     """The hub's names, with tensors on the meta device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfLayout:
-    """A folder: its files of weights, and what the others are made from."""
+    """Contents of a folder: its files of weights, and the model that the other files are written from."""
 
     files: tuple[HfFile, ...]
     causal_lm: Any
-    """A transformers model of which only the class and the configs are read."""
+    """A transformers model; only its class and configs are read."""
     tokenizer_path: str
     trust_remote_code: bool
 
@@ -70,7 +70,7 @@ class HfLayout:
         folder.mkdir(parents=True, exist_ok=True)
         if len(self.files) > 1:
             (folder / "model.safetensors.index.json").write_text(json.dumps(self._index(), indent=2, sort_keys=True))
-        # A copy, to change it: the learner's must keep naming our attention, which only this process knows.
+        # Change a copy: the learner's config must keep naming our attention, which other programs don't have.
         config = copy.deepcopy(self.causal_lm.config)
         config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
         config.dtype, config.architectures = EXPORT_DTYPE, [type(self.causal_lm).__name__]
@@ -93,7 +93,7 @@ class HfLayout:
 
 
 def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
-    """The folder of this model; nothing is gathered or read."""
+    """Return the layout of this model's folder; gathers and reads nothing."""
     shapes = {name: _outline(tensor) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
@@ -133,7 +133,7 @@ def _copy_processor(path: str, folder: Path) -> None:
 
 
 def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones under their first name, and persistent buffers: what is saved though not trained."""
+    """Yield the tensors to save: parameters, tied ones under their first name, and persistent buffers."""
     left_out, seen = set(causal_lm._keys_to_ignore_on_save or ()), set[int]()  # noqa: SLF001
     for name, tensor in tensors_of(causal_lm).items():
         if id(tensor) not in seen and name not in left_out:
@@ -150,7 +150,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write one file of weights.
 
     Raises:
-        CheckpointError: it can't be written.
+        CheckpointError: the file can't be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -159,7 +159,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
         readable_as_its_folder(path)
-    except (SafetensorError, OSError) as error:  # the first for any error of the disk, a full one too
+    except (SafetensorError, OSError) as error:  # SafetensorError covers any error of the disk, such as a full one
         raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
 
 
@@ -177,7 +177,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
         config: config of the run that saved it, for its base model and adapters.
         learner_folder: `learner/` of the checkpoint.
     Raises:
-        CheckpointError: it holds no weights, or those of another model.
+        CheckpointError: the checkpoint holds no weights, or the weights of another model.
         InputError: the base model can't be loaded.
     """
     causal_lm = build_causal_lm(config, is_checked=False)
@@ -206,7 +206,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """The trained float32 tensors of these weights and of their adapters, by the names that they have in the model."""
+    """Return the trained float32 tensors of these weights and of their adapters, by their names in the model."""
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
@@ -215,7 +215,7 @@ def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder:
 
 
 def _weight_of(name: str) -> str:
-    """The weight that a parameter, or an adapter's matrix, is or changes."""
+    """Return the name of the weight that a parameter is, or that an adapter's matrix changes."""
     module, is_adapter, _ = name.partition(ADAPTER)
     return f"{module}.weight" if is_adapter else name
 

@@ -243,7 +243,7 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The error's first line, without the C++ stack that torch adds."""
+    """Return the error's first line, without the C++ stack that torch adds."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -1,6 +1,6 @@
-"""From settings to an `AgentLoop`: tokenizer, template, parser and tools checked against each other.
+"""Makes an `AgentLoop` from settings, and checks that tokenizer, template, parser and tools fit each other.
 
-Called once per rollout worker, before it takes any prompt: what can't work is told then.
+Called once per rollout worker, before its first prompt, so that unusable settings are reported at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
-    """vLLM's parser of that name. Raises ConfigError as `load_parser`."""
+    """Return vLLM's parser of that name. Raises ConfigError as `load_parser`."""
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
     given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
@@ -43,10 +43,10 @@ async def open_loop(
     made: Sequence[Tool] = (),
     reader: ToolCallParser | None = None,
 ) -> AgentLoop:
-    """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here.
+    """Call `open_agent_loop` with the settings of section `agent`, and with this source of sandboxes.
 
     Args:
-        brought, made: tools besides those of the tool file, see `open_tools`.
+        brought, made: tools in addition to the tool file's, see `open_tools`.
     """
     agent = config.agent
     limits = AgentLimits(
@@ -85,19 +85,19 @@ async def open_agent_loop(
     context: ToolContext | None = None,
     make_parser: MakeParser = vllm_parser,
 ) -> AgentLoop:
-    """The loop of a process; close it with `await loop.tools.close()`.
+    """Return the agent loop of a process; close it with `await loop.tools.close()`.
 
     Args:
-        model: its name, for messages.
-        tool_file: see docs/tools.md; empty is none.
-        brought, made: tools besides the file's; without any the policy has none.
-        reader: finds calls in turns of a policy that is told of no tools; results come back as a user's messages.
+        model: name of the model, for messages.
+        tool_file: see docs/tools.md; empty: none.
+        brought, made: tools in addition to the file's.
+        reader: finds calls in turns of a policy whose prompt lists no tools; results are sent as user messages.
         parser: vLLM's name of the tool parser, or auto.
-        chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
-        make_parser: in place of vLLM's; for tests and benchmarks.
+        chat_template: a .jinja file or a shipped template's name; empty: the model's own.
+        make_parser: makes the parser; tests and benchmarks replace it.
     Raises:
-        ConfigError: the tool file is wrong, an MCP server can't be used, the template has no place for tools, or there
-            is no such parser, or it doesn't find a call that the template writes.
+        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, or there is no
+            such parser, or it doesn't find a call that the template writes.
     """
     tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
@@ -111,22 +111,22 @@ async def open_agent_loop(
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
-    """As `open_agent_loop` does, with one tool that stands for all: theirs may be behind a service.
+    """Check the template as `open_agent_loop` does, with one example tool: the real tools may need a service.
 
     Raises:
-        ConfigError: the template has no place for tools.
+        ConfigError: the template ignores tools.
     """
     template = load_template(chat_template) if chat_template else ""
     return ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
 
 
 def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
-    """`check_template`, and the parser too, for which vLLM is imported: seconds.
+    """Check the template as `check_template` does, and the parser, which takes seconds as it imports vLLM.
 
     Returns:
         The parser's name.
     Raises:
-        ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
+        ConfigError: the template ignores tools, or the parser can't read the calls that it writes.
     """
     chat = check_template(tokenizer, model=model, chat_template=chat_template)
     found = vllm_parser(parser, tokenizer, [_ANY_TOOL], sample_of(chat, parser))
@@ -134,10 +134,10 @@ def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str)
 
 
 def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
-    """A call that the parser must find; None, with a warning, where the template writes none."""
+    """Return a call that the parser must find; None, with a warning, if the template writes no calls."""
     if not chat.has_tools:
         return None
     sample = chat.sample_call()
     if sample is None:
-        log.warning("the chat template writes no calls, so nothing tells whether the tool parser %s fits", parser)
+        log.warning("the chat template writes no calls, so the tool parser %s can't be checked", parser)
     return sample

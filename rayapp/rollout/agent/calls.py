@@ -1,7 +1,8 @@
-"""One tool call from what the policy wrote to what it reads: checked, run under a deadline, cut. Called by the loop.
+"""Runs one tool call, from the policy's text to the result that it reads: checked, run with a deadline, cut to length.
+Called by the loop.
 
-What the policy does wrong, and what a tool does wrong, becomes the call's result, with a kind that is counted. Only
-infrastructure that failed leaves here as an exception: then the trajectory says nothing about the policy.
+Mistakes of the policy and failures of a tool become the call's result, with a kind that metrics count. Only failed
+infrastructure raises an exception: then the trajectory says nothing about the policy.
 
 `read_calls` and `read_turn` run a parser in a thread beside the event loop, for the agent loop and the gateway.
 """
@@ -43,7 +44,7 @@ async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits:
 
 
 def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
-    """The answer to a call beyond the limit of one turn."""
+    """Return the record of a call beyond the limit of one turn."""
     text = f"Error: only the first {limits.max_calls_per_turn} calls of a turn are run"
     return CallRecord(name=call.name, arguments=call.arguments, output=text, failure="too_many_calls")
 
@@ -92,15 +93,15 @@ def _usable(output: ToolOutput) -> ToolOutput:
 
 
 PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
-"""Parsers take up to a second for what a policy can write; their regular expressions release the interpreter's lock, so
-other trajectories go on. One thread, because parsers keep state."""
+"""Thread for parsers, which take up to a second for a policy's text. Their regular expressions release the
+interpreter's lock, so other trajectories continue. One thread only, because parsers keep state."""
 
 
 async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
-    """The calls in the part of a turn where they count.
+    """Return the calls in the part of a turn where they count, after the thoughts.
 
     Args:
-        who: the request, for the log.
+        who: name of the request, for the log.
     """
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
@@ -110,7 +111,7 @@ async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCa
 
 
 async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[RawCall, ...], str]:
-    """The calls as `read_calls` has them, and what is said beside them."""
+    """Return the calls as `read_calls` does, and the text outside them."""
 
     def read() -> tuple[tuple[RawCall, ...], str]:
         calls = parser.parse(text)

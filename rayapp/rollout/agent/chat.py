@@ -1,11 +1,11 @@
-"""The model's chat template as token ids: the prompt with its tools, and what follows a sampled turn.
+"""The model's chat template as token ids: the prompt with its tools, and the tokens after a sampled turn.
 
     prompt_ids(messages, tools)                    rendered once per trajectory
     suffix_ids(sampled ids, tool messages)         end of the turn, tool results, opening of the next turn
 
-Called by the agent loop. What the policy sampled is never rendered again: the suffix is what the template writes after
-a stand-in for the assistant's text, so turn n+1's prompt is turn n's prompt + sampled ids + suffix, id by id. Some
-templates (Mistral, gpt-oss) write results only after calls: for them stand-in calls take the place of the text.
+Called by the agent loop. Sampled tokens are never rendered again: the suffix is the template's text after a placeholder
+for the assistant's message, so turn n+1's prompt is turn n's prompt + sampled ids + suffix, id by id. Some templates
+(Mistral, gpt-oss) write tool results only after calls: for them the placeholder consists of calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
-"""Frames that are kept, and the messages and the characters of names that each is for: agents choose all three."""
+"""Most frames to keep; most messages, and most characters of names, of a frame: agents determine all of these."""
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
@@ -53,12 +53,12 @@ class ChatFormat:
     """See the module.
 
     Args:
-        tokenizer: of the model.
-        tools: all that the policy may call.
-        template: Jinja text that replaces the tokenizer's own template; empty keeps that.
-        name: of the model, for messages.
+        tokenizer: tokenizer of the model.
+        tools: all tools that the policy may call.
+        template: Jinja text that replaces the tokenizer's own template; empty: that one.
+        name: name of the model, for messages.
     Raises:
-        ConfigError: there is no template, or it has no place for tools or for their results.
+        ConfigError: there is no template, or it ignores tools or their results.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ChatFormat:
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
         self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
-        """By roles, names and ids of calls: see `frames`."""
+        """Frames by roles, names and call ids: see `frame`."""
         if tools:
             self._check_tools()
 
@@ -90,11 +90,11 @@ class ChatFormat:
         return bool(self._schemas)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation so far, the tools, and the opening of the policy's turn."""
+        """Return the ids of the conversation so far, the tools, and the opening of the policy's turn."""
         return self._encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """As `prompt_ids`, as text.
+        """Return the text of `prompt_ids`.
 
         Raises:
             ConfigError: the template refuses these messages.
@@ -121,11 +121,11 @@ class ChatFormat:
     def suffix_ids(
         self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
     ) -> list[int]:
-        """`continuation_ids` where tools have answered.
+        """Return `continuation_ids` for the results of tools.
 
         Args:
             tool_texts: results in the order of the calls.
-            tool_names: who gave them; some templates write that.
+            tool_names: names of the tools; some templates write them.
         """
         return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
 
@@ -133,13 +133,14 @@ class ChatFormat:
         """Return the tokens between a sampled turn and the next: never sampled, so never trained on.
 
         Args:
-            sampled_ids: the turn; what it already holds of the turn's end is not repeated.
-            messages: of tools and users, none of the assistant. Control tokens of the model in them are broken up.
+            sampled_ids: ids of the turn; if it holds part of the turn's end already, that part is not repeated.
+            messages: messages of tools and users, none of the assistant. The model's control tokens in them are broken
+                up.
         """
         ids = self._encode(self._written([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
-            # Llama ends a turn that calls with <|eom_id|>: <|eot_id|> would be a second end.
+            # Llama ends a turn with calls by <|eom_id|>: <|eot_id|> would be a second end.
             repeated = 1
         return ids[repeated:]
 
@@ -152,7 +153,8 @@ class ChatFormat:
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
     def sample_call(self) -> SampleCall | None:
-        """A call of one of the tools as the template writes what an assistant said; None if it writes no calls."""
+        """Return a call of one of the tools as the template writes it in an assistant's message; None if it writes no
+        calls."""
         tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
         arguments = _sample_arguments(tool)
         texts = [
@@ -173,7 +175,8 @@ class ChatFormat:
         except ConfigError:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
-        # Not all of what was asked need be there: the prompt may open a thought that a finished turn has not.
+        # The generation prompt and the finished turn may differ: the prompt may open a thought that a finished turn
+        # lacks.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
         return self.turn_text(told_ids[len(list(shared)) :])
 
@@ -181,17 +184,18 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
-        """It ends with a special token. An engine stops only at one that ends a turn, though not always the usual."""
+        """Return True if the turn ends with a special token other than the template's. An engine stops only at tokens
+        that end a turn."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def _written(self, messages: Sequence[Message]) -> str:
-        """`_after_turn`; what the template writes around messages is rendered once for messages of the same tools."""
+        """Return the rendered text of `_after_turn`, from a kept frame if there is one."""
         if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
             return self._after_turn(messages)
-        frames = self._frames  # Threads of several sessions come here.
+        frames = self._frames  # Threads of several sessions call this.
         if key not in frames:
             if len(frames) >= _MOST_FRAMES:
                 self._frames = frames = {}
@@ -213,7 +217,8 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Without the tools, which templates put before the first message: long, and cut off by whoever asks."""
+        """Render without the tools, which templates put before the first message: they are long, and callers cut them
+        off."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -252,12 +257,12 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Results after a text, or else after calls; what the template writes of two."""
+        """Return what the template writes for two results after a turn: a turn of text, or, if that fails, of calls."""
         try:
             rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):
                 return rest
-        except Exception:  # boundary: as in render; the other form's error is told if both fail
+        except Exception:  # boundary: as in render; if both forms fail, the other form's error is raised
             rest = ""
         self._needs_calls = True
         return self._after_turn(_results(_RESULTS))
@@ -267,10 +272,10 @@ class ChatFormat:
 
 
 def load_template(name_or_path: str) -> str:
-    """Jinja text: of a file, or of a template shipped with this application (`chatml_hermes`).
+    """Return the Jinja text of a file, or of a shipped template (`chatml_hermes`).
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no such file or template.
     """
     folder = files("rayapp.rollout.agent") / "templates"
     shipped = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".jinja")}
@@ -285,7 +290,7 @@ def load_template(name_or_path: str) -> str:
 
 
 def _overlap(head: Sequence[int], tail: Sequence[int]) -> int:
-    """Length of the longest end of `head` that `tail` begins with."""
+    """Return the length of the longest end of `head` that `tail` begins with."""
     for length in range(min(len(head), len(tail)), 0, -1):
         if list(head[len(head) - length :]) == list(tail[:length]):
             return length
@@ -304,7 +309,8 @@ def special_ids(tokenizer: ChatTokenizer) -> set[int]:
 
 
 def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
-    """Control tokens as text. Not only those marked special: DeepSeek's <｜User｜> is not. Words and blanks stay."""
+    """Return control tokens as text, also those not marked special, such as DeepSeek's <｜User｜>. Words and blanks are
+    left out."""
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
@@ -320,7 +326,7 @@ def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
 
 
 def _call_id(index: int) -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"call{index:05d}"
 
 

@@ -5,7 +5,7 @@
                      '--- suffix ids (results) <'
 
 Token in, token out: the engine reads exactly what it sampled before, plus what the template adds. What the policy or a
-tool does wrong is text for the policy; what infrastructure does wrong ends the episode as failed.
+tool does wrong is text for the policy; what infrastructure does wrong ends the play as failed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams
+from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_calls, run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Recorder
 from rayapp.tools.base import RawCall, ToolCallParser, ToolFailedError, after_thoughts
 from rayapp.tools.toolset import ToolSet, ToolStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """Template, parser, tools and limits of all episodes of a process."""
+    """Template, parser, tools and limits of all plays of a process."""
 
     chat: ChatFormat
     parser: ToolCallParser
@@ -37,81 +37,81 @@ class AgentLoop:
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Episode:
-        """Play one episode. Only its tools have deadlines: the caller sets one for the episode.
+    ) -> Trajectory:
+        """Play the prompt once. Only its tools have deadlines: the caller sets one for the play.
 
         Args:
-            sampling: of every turn; `max_tokens` is lowered to what is left of the episode.
+            sampling: of every turn; `max_tokens` is lowered to what is left of the limit.
             request_id: id of the trajectory; turns are numbered from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
             SandboxConfigError: no sandbox can ever be had with this configuration.
         """
-        episode = _Episode(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
+        play = _Play(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
         try:
-            trajectory = self.tools.trajectory(
+            opening = self.tools.trajectory(
                 prompt.tools_kwargs,
                 files=prompt.files,
                 packages=prompt.packages,
                 spec=prompt.spec,
                 setup=prompt.setup,
             )
-            async with trajectory as states:
-                end = await episode.play(states)
+            async with opening as states:
+                status = await play.run(states)
                 rewards = await states.rewards()
         except SandboxConfigError:
             raise
         except SandboxError as error:
-            return episode.failed(RolloutStatus.ERROR_SANDBOX, error)
+            return play.failed(RolloutStatus.ERROR_SANDBOX, error)
         except ToolUnavailableError as error:
-            return episode.failed(RolloutStatus.ERROR_TOOL, error)
+            return play.failed(RolloutStatus.ERROR_TOOL, error)
         except (InputError, ToolFailedError) as error:
-            return episode.failed(RolloutStatus.ERROR_TASK, error)
-        return replace(episode.transcript.finished(end), tool_rewards=rewards, answer=states.answer)
+            return play.failed(RolloutStatus.ERROR_TASK, error)
+        return replace(play.recorder.trajectory(status, answer=states.answer), tool_rewards=rewards)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Episode:
-    """One episode in the making."""
+class _Play:
+    """One play in the making."""
 
     loop: AgentLoop
     engine: RolloutEngine
     sampling: SamplingParams
     request_id: RequestId
     prompt: AgentPrompt
-    transcript: Transcript = field(init=False)
+    recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids)
+        self.recorder = Recorder(self.prompt.token_ids)
 
-    async def play(self, states: ToolStates) -> EpisodeEnd:
+    async def run(self, states: ToolStates) -> RolloutStatus:
         limits = self.loop.limits
         while True:
             completion, calls = await self._speak()
             if completion.finish_reason == "length":
-                return EpisodeEnd.MAX_TOKENS
+                return RolloutStatus.TRUNCATED
             if not calls:
-                return EpisodeEnd.ANSWERED
-            is_last = len(self.transcript.turns) >= limits.max_assistant_turns
+                return RolloutStatus.COMPLETED
+            is_last = len(self.recorder.turns) >= limits.max_assistant_turns
             if is_last and not any(self.loop.tools.ends_episode(call.name) for call in calls):
-                return EpisodeEnd.MAX_TURNS
+                return RolloutStatus.MAX_TURNS
             records = await self._run_calls(calls, states)
-            self.transcript.add_calls(records)
+            self.recorder.add_calls(records)
             if states.answer is not None:
-                return EpisodeEnd.ANSWERED
+                return RolloutStatus.COMPLETED
             if is_last:
-                return EpisodeEnd.MAX_TURNS
+                return RolloutStatus.MAX_TURNS
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
                 # Results that leave no room to answer are not appended: nobody would learn from them.
-                return EpisodeEnd.MAX_TOKENS
-            self.transcript.add_read(suffix)
+                return RolloutStatus.TRUNCATED
+            self.recorder.add_read(suffix)
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
-        request_id = self.request_id._replace(turn=self.prompt.first_turn + len(self.transcript.turns))
-        completion = await self.transcript.sample_turn(self.engine, request_id, sampling, self._text_of)
-        said = after_thoughts(self.transcript.turns[-1].text)
+        request_id = self.request_id._replace(turn=self.prompt.first_turn + len(self.recorder.turns))
+        completion = await self.recorder.sample_turn(self.engine, request_id, sampling, self._text_of)
+        said = after_thoughts(self.recorder.turns[-1].text)
         return completion, await read_calls(self.loop.parser, said, str(self.request_id))
 
     def _text_of(self, completion: Completion) -> str:
@@ -135,7 +135,7 @@ class _Episode:
         return (*records, *(too_many(call, limits) for call in rest))
 
     def _left(self) -> int:
-        return self.loop.limits.max_response_tokens - self.transcript.num_response_tokens
+        return self.loop.limits.max_response_tokens - (self.recorder.size - len(self.prompt.token_ids))
 
-    def failed(self, status: RolloutStatus, error: Exception) -> Episode:
-        return self.transcript.failed(status, f"{type(error).__name__}: {error}"[:500])
+    def failed(self, status: RolloutStatus, error: Exception) -> Trajectory:
+        return self.recorder.trajectory(status, f"{type(error).__name__}: {error}"[:500])

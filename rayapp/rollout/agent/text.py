@@ -1,7 +1,7 @@
-"""Tool output cut to a length, and made harmless for the chat template. Pure; called by the agent loop.
+"""Cuts tool output to a length, and makes it harmless for the chat template. Pure; called by the agent loop.
 
-The template's own text around messages that it doesn't look into is rendered once for messages of the same roles and
-tools, and joined from then on: rendering takes longer than the rest of a turn.
+If a template copies messages without inspecting them, its own text around them (the frame) is rendered once for the
+same roles and tools and reused: rendering takes longer than the rest of a turn.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ CutSide = Literal["left", "middle", "right"]
 
 
 def cut(text: str, max_chars: int, side: CutSide) -> str:
-    """At most `max_chars` characters of a text, and a mark where the rest was.
+    """Return at most `max_chars` characters of a text, with a mark where the rest was.
 
     Args:
-        side: which part stays, in verl's sense: `left` keeps the beginning, `right` the end, `middle` both.
+        side: the part to keep, by verl's names: `left` keeps the beginning, `right` the end, `middle` both.
     """
     if len(text) <= max_chars:
         return text
@@ -32,7 +32,8 @@ def cut(text: str, max_chars: int, side: CutSide) -> str:
 
 
 def readable(text: str) -> str:
-    """A text that UTF-8 and tokenizers can hold: half of a surrogate pair, which JSON can name, is spelled out."""
+    """Return a text that UTF-8 and tokenizers can hold: half of a surrogate pair, which JSON can contain, is
+    escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -40,7 +41,7 @@ _MARK = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|^[^\w\n]*\w[\w ]{0,30}:[ \t]*
 
 
 def marks(parts: Iterable[str]) -> set[str]:
-    """What a chat template writes to tell who speaks, in the texts that it puts between messages.
+    r"""Return the control texts in what a chat template writes between messages: those that mark a role or end a turn.
 
     Example: ["</s>[INST] ", "\\n### Response:\\n"] -> {"</s>", "[INST]", "### Response:"}.
     """
@@ -48,12 +49,13 @@ def marks(parts: Iterable[str]) -> set[str]:
 
 
 class Neutralizer:
-    """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another's.
+    """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another one.
 
-    Linear in the text: a regex of all tokens is not, and some tokenizers have thousands that begin alike.
+    Takes linear time: a regex of all tokens does not, as some tokenizers have thousands of tokens with the same
+    beginning.
 
     Args:
-        tokens: the control tokens as text.
+        tokens: texts of the control tokens.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -63,7 +65,7 @@ class Neutralizer:
         self._begin = re.compile("(?=" + "|".join(begins) + ")") if begins else None
 
     def __call__(self, text: str) -> str:
-        # Again while it helps: a token may hold a blank that was just put in.
+        # Repeat while something changes: breaking one token may have completed another.
         while (broken := self._broken(text)) != text:
             text = broken
         return text
@@ -80,12 +82,11 @@ class Neutralizer:
 
 
 _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
-"""Texts that a template could write otherwise than as they are: trimmed, escaped, or as JSON. @ stands for a text of
-its own."""
+"""Texts that a template might change: trim, escape, or write as JSON. @ is replaced by a unique text."""
 
 
 class LookedIntoError(Exception):
-    """A template compared, measured, searched or changed a text."""
+    """The template compared, measured, searched or changed a text."""
 
 
 def _refuse(*args: object, **options: object) -> NoReturn:
@@ -93,7 +94,7 @@ def _refuse(*args: object, **options: object) -> NoReturn:
 
 
 class Sealed(str):
-    """A text that may be written, and not looked into: all its methods raise LookedIntoError."""
+    """A text that may be written but not inspected: all its methods raise LookedIntoError."""
 
     __slots__ = ()
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -105,10 +106,10 @@ class Sealed(str):
 
 
 def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...] | None:
-    """The texts before, between and after `number` texts, as `write` writes them.
+    """Return the template's texts before, between and after `number` texts, as `write` renders them.
 
     Returns:
-        `number + 1` texts; None where it looks into the texts, or does not write them as they are.
+        `number + 1` texts; None if `write` inspects the texts or changes them.
     """
     marks = [f"text-number-{i}-" for i in range(number)]
     try:
@@ -118,11 +119,11 @@ def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...]
             texts = [probe.replace("@", mark) for mark in marks]
             if write(texts) != join(around, texts):
                 return None
-    except Exception:  # boundary: a template is a program; it may refuse one of these texts, and not those to come
+    except Exception:  # boundary: a template is a program; it may refuse one of these texts and accept later ones
         return None
     return around if len(around) == number + 1 else None
 
 
 def join(around: Sequence[str], texts: Sequence[str]) -> str:
-    """The texts within their frame."""
+    """Return the texts within their frame."""
     return "".join([*around[:1], *map(add, texts, around[1:])])

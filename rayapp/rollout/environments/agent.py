@@ -26,7 +26,7 @@ import numpy as np
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.text import readable
@@ -36,7 +36,7 @@ from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.group import Play
-from rayapp.rollout.recorder import AgentPrompt, Episode, EpisodeEnd, Transcript
+from rayapp.rollout.recorder import AgentPrompt, Recorder, failed
 from rayapp.tasks.environments.files import (
     AnyEnvironment,
     Columns,
@@ -63,7 +63,7 @@ class Scene(Protocol):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
 
-    async def reward(self, task: EnvironmentTask, episode: Episode) -> float: ...
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float: ...
 
 
 class Stage(Protocol):
@@ -119,7 +119,7 @@ class SceneTool(ToolBase):
 
 log = logging.getLogger(__name__)
 VERDICT = "environment"
-"""Name of the environment's verdict, among those of an episode's tools."""
+"""Name of the environment's verdict, among `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
 """From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
 
@@ -153,8 +153,8 @@ class ScenePlayer:
 
     async def _run(
         self, task: EnvironmentTask, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Episode:
-        episode = Transcript(self._loop.chat.prompt_ids(task.messages)).failed(RolloutStatus.ERROR_TOOL, "")
+    ) -> Trajectory:
+        played = Recorder(self._loop.chat.prompt_ids(task.messages)).trajectory()
         try:
             async with self._stage.scene() as scene:
                 observation = await scene.reset(task.columns)
@@ -163,15 +163,15 @@ class ScenePlayer:
                     tools_kwargs={name: {"create_kwargs": {"scene": scene}} for name in self._tools},
                     first_turn=1,  # turn 0 took the trajectory's place in its cohort
                 )
-                episode = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
-                if episode.status.is_error:
-                    return episode
-                verdict = await scene.reward(task, episode)
+                played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
+                if played.status.is_error:
+                    return played
+                verdict = await scene.reward(task, played)
         except ToolUnavailableError as error:
-            return _failed(episode, RolloutStatus.ERROR_TOOL, error)
+            return _failed(played, RolloutStatus.ERROR_TOOL, error)
         except InputError as error:
-            return _failed(episode, RolloutStatus.ERROR_TASK, error)
-        return replace(episode, tool_rewards={**episode.tool_rewards, VERDICT: verdict})
+            return _failed(played, RolloutStatus.ERROR_TASK, error)
+        return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
         # What an environment says is no more to be trusted than a tool's result.
@@ -200,7 +200,7 @@ class VerifiersPlayer:
     def play(self, task: EnvironmentTask) -> Play:
         return partial(self._run, task)
 
-    async def _run(self, task: EnvironmentTask, **asked: Any) -> Episode:
+    async def _run(self, task: EnvironmentTask, **asked: Any) -> Trajectory:
         found: dict[str, float] = {}
 
         async def entry(call: AgentCall) -> None:
@@ -208,9 +208,9 @@ class VerifiersPlayer:
                 await self._process.play(task.index, url=call.openai_base_url, key=call.api_key, model=call.model)
             )
 
-        episode = await self._agent.playing(task.name, task.messages, entry=entry)(**asked)
+        played = await self._agent.playing(task.name, task.messages, entry=entry)(**asked)
         verdict = found.pop("reward", None)
-        return episode if verdict is None else replace(episode, tool_rewards={**found, VERDICT: verdict})
+        return played if verdict is None else replace(played, tool_rewards={**found, VERDICT: verdict})
 
     async def close(self) -> None:
         await self._process.close()
@@ -292,11 +292,11 @@ class EnvironmentAgents:
         return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
 
 
-async def environment_reward(episode: Episode) -> Reward:
+async def environment_reward(played: Trajectory) -> Reward:
     """Return the environment's own reward; an invalid one if it gave none."""
-    value = episode.tool_rewards.get(VERDICT)
+    value = played.tool_rewards.get(VERDICT)
     if value is None:
-        return Reward.invalid("no_verdict", f"the environment gave none: {episode.end}")
+        return Reward.invalid("no_verdict", f"the environment gave none: {played.status}")
     return Reward(value=value, terms={"solved": float(value >= 1.0)})
 
 
@@ -349,5 +349,5 @@ def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
 
-def _failed(episode: Episode, status: RolloutStatus, error: Exception) -> Episode:
-    return replace(episode, end=EpisodeEnd.FAILED, status=status, failure=f"{type(error).__name__}: {error}"[:500])
+def _failed(played: Trajectory, status: RolloutStatus, error: Exception) -> Trajectory:
+    return failed(played, status, f"{type(error).__name__}: {error}"[:500])

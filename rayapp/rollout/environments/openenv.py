@@ -22,7 +22,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketRe
 
 from rayapp.core.errors import ConfigError, ToolUnavailableError
 from rayapp.core.trajectories import storable
-from rayapp.rollout.recorder import Episode
+from rayapp.core.types import Trajectory
 from rayapp.tasks.environments.files import Columns, EnvironmentTask, OpenEnvEnvironment
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
@@ -169,7 +169,7 @@ class OpenEnvScene:
             raise ToolFailedError(str(error.get("message", error) if isinstance(error, dict) else error))
         return ToolOutput(text=text, reward=reward, answer=text if self.is_done else None)
 
-    async def reward(self, task: EnvironmentTask, episode: Episode) -> float:
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
         return float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))
 
     async def tools(self) -> Sequence[ToolSchema]:

@@ -18,7 +18,7 @@ from rayapp.core.aio import as_exception, guarded
 from rayapp.core.errors import ConfigError, ToolUnavailableError
 from rayapp.core.own_thread import in_thread
 from rayapp.core.trajectories import storable
-from rayapp.rollout.recorder import Episode
+from rayapp.core.types import Trajectory
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tasks.environments.files import Columns, EnvironmentTask, TrlEnvironment
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
@@ -97,19 +97,19 @@ class TrlScene:
                 raise ToolFailedError(f"{error.__cause__}") from error
             raise
 
-    async def reward(self, task: EnvironmentTask, episode: Episode) -> float:
-        value = await self._value(task, episode)
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
+        value = await self._value(task, played)
         try:
             return storable(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise self._lost(f"its reward {value!r:.80} is no finite number") from error
 
-    async def _value(self, task: EnvironmentTask, episode: Episode) -> Any:
+    async def _value(self, task: EnvironmentTask, played: Trajectory) -> Any:
         if self.score is not None:
             [value] = await _call(
                 self.score,
                 prompts=[list(task.messages)],
-                completions=[[{"role": "assistant", "content": turn.text} for turn in episode.turns]],
+                completions=[[{"role": "assistant", "content": turn.text} for turn in played.turns]],
                 environments=[self.made],
                 **{name: [value] for name, value in task.columns.items() if name != "prompt"},
                 timeout_s=self.environment.timeout_s,

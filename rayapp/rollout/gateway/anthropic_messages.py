@@ -99,7 +99,7 @@ class AnthropicMessages:
         yield _event("message_stop")
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
-        # Agents look for these words before they compact their history.
+        # Agents look for these words to know when to compact their history.
         message = f"prompt is too long: {refused}" if refused.kind == "tokens" else str(refused)
         kind = _TYPES.get(refused.kind, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -109,7 +109,7 @@ class AnthropicMessages:
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A field's value; an empty object for null."""
+    """Return a field's value; an empty object for null."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise refuse(f"{name} must be an object, not {value!r:.40}")
@@ -117,7 +117,7 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """The form of the calls that `tool_choice` demands; None: it leaves the choice to the policy."""
+    """Return the form of the calls that `tool_choice` demands; None if it leaves the choice to the policy."""
     match choice.get("type", "auto"):
         case "auto" | "none":
             return None
@@ -129,7 +129,7 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 
 
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """A tool that the agent runs itself."""
+    """Return a tool that the agent runs itself."""
     if given.get("type") not in (None, "custom"):
         raise refuse(f"tools[{index}]: tools of the API's own ({given.get('type')!r:.40}) are not offered")
     return given
@@ -193,7 +193,7 @@ def _blocks(choice: Choice, ask: Ask) -> list[dict[str, Any]]:
 
 
 def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block without what it holds, and that in deltas."""
+    """Return a block without its content, and the content as deltas."""
     match block["type"]:
         case "thinking":
             return block | {"thinking": ""}, [

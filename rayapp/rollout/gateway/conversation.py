@@ -1,9 +1,9 @@
-"""A call in no API's form, and where in its session's recorded conversations it goes on. Pure.
+"""A call independent of any API, and the place in the session's recorded conversations that it continues from. Pure.
 
 Every dialect reads its body into an `Ask` and writes a `Reply`. `Conversations` is the tree of messages beside the tree
-of tokens: a call whose messages begin with those of a recorded turn, its reply included, goes on from that turn's ids.
+of tokens: a call whose messages begin with those of a recorded turn and its reply continues from that turn's token ids.
 
-Refusals of the gateway are one kind of error, which each API writes in its own form.
+The gateway refuses with one type of error, which each API writes in its own form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call as an API shows it."""
+    """A tool call as an API represents it."""
 
     id: str
     name: str
@@ -40,7 +40,7 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """The arguments as data; as text where they are no JSON."""
+        """Return the arguments as data; as text if they are not JSON."""
         try:
             return json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -57,27 +57,28 @@ class Said:
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of the assistant."""
     call_id: str = ""
-    """Id of the call whose result a tool's message is."""
+    """For a tool's message: id of the call that it answers."""
     key: Key = field(init=False, repr=False)
-    """Blanks around the assistant's text and ids of calls don't count: clients change them on the way back."""
+    """Key without blanks around the assistant's text and without call ids: clients change both when they send a message
+    back."""
 
     def __post_init__(self) -> None:
-        # Here and not when it is asked for: messages are read beside the event loop, and found on it.
+        # Compute it now, not on demand: messages are read in a thread, but looked up on the event loop.
         words = (self.text.strip(), *(call.key for call in self.calls)) if self.role == "assistant" else (self.text,)
         object.__setattr__(self, "key", (self.role, *words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """JSON that the answer must be, for sessions that nobody trains on."""
+    """JSON form that the answer must have, for sessions that are not trained on."""
 
     field: str
     """Field of the request that asks for it."""
     schema: Mapping[str, Any]
     is_calls: bool = False
-    """It is a list of calls, each with name and arguments."""
+    """True if the form is a list of calls, each with name and arguments."""
     problem: str = ""
-    """Why no answer can have it; empty if one can."""
+    """Why no answer can have this form; empty if one can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Ask:
     messages: tuple[Said, ...]
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
-    """Echoed: there is one policy."""
+    """Repeated in the reply: there is only one policy."""
     num_choices: int = 1
     max_tokens: int | None = None
     """Limit of each choice; None: as many as the session has left."""
@@ -96,37 +97,37 @@ class Ask:
     """Sampling settings by the names of `SamplingParams`, for sessions that are not trained on."""
     form: Form | None = None
     reads_calls: bool = True
-    """False: what looks like a call is text."""
+    """If False, text that looks like a call stays text."""
     several_calls: bool = True
-    """False: the reply has the first call of the turn alone."""
+    """If False, the reply has only the first call of the turn."""
     not_followed: tuple[str, ...] = ()
-    """Names of fields that have no effect."""
+    """Names of fields that are ignored."""
     unknown: tuple[str, ...] = ()
     """Names of fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the API's reply repeats (Responses)."""
+    """Fields that the API's reply repeats (Responses only)."""
     is_stream: bool = False
     wants_usage: bool = True
-    """In a stream."""
+    """Streams end with token counts."""
     wants_thoughts: bool = False
-    """As blocks of their own (Anthropic)."""
+    """Return thoughts as separate blocks (Anthropic only)."""
     previous: str = ""
-    """Id of the reply that this goes on from (Responses)."""
+    """Id of the reply that this call continues from (Responses only)."""
     may_be_named: bool = False
-    """A later call may go on from its reply by id (Responses)."""
+    """A later call may continue from its reply by id (Responses only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One completion as an API shows it."""
+    """One completion as an API represents it."""
 
     text: str
-    """Without thoughts and calls."""
+    """Text without thoughts and calls."""
     thoughts: str = ""
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason = "stop"
     is_stopped_by: str = ""
-    """The stop text that ended it."""
+    """Stop text that ended it; empty if none did."""
     num_tokens: int = 0
 
     @property
@@ -141,14 +142,14 @@ class Reply:
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Tokens of the prompt that the session had before."""
+    """Tokens of the prompt that the session has already sent."""
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def num_tokens(self) -> int:
-        """Sampled."""
+        """Number of sampled tokens."""
         return sum(choice.num_tokens for choice in self.choices)
 
 
@@ -158,9 +159,9 @@ class _TreePlace:
 
     children: dict[Key, _TreePlace] = field(default_factory=dict)
     prompt_end: int | None = None
-    """Index of the last token of the prompt that ended here, where one did."""
+    """Index of the last token of the prompt that ended here; None if none did."""
     turn: int | None = None
-    """Number of the turn whose reply is the message that leads here."""
+    """Number of the turn whose reply is the last message of this place."""
     turn_end: int = -1
     """Index of that turn's last token."""
 
@@ -170,22 +171,23 @@ class Found:
     """Recorded part of a conversation."""
 
     after: int = -1
-    """Index of the token that it goes on from; -1: it begins anew."""
+    """Index of the token that the call continues from; -1: it begins a new conversation."""
     turn: int | None = None
-    """The turn that it goes on from. None with an `after`: the very same prompt was asked before."""
+    """Turn that it continues from. None although `after` is set: the same prompt was sent before."""
     num_messages: int = 0
-    """Messages up to there."""
+    """Number of messages that are recorded already."""
 
 
 class Conversations:
-    """The messages of a session's turns, by the tools that they were said with."""
+    """Tree of the messages of a session's turns, one for each set of tools."""
 
     def __init__(self) -> None:
         self._roots: dict[Key, _TreePlace] = {}
 
     def find(self, tools: Key, messages: Sequence[Said]) -> Found:
-        """Where these messages go on from: the same prompt, or the last reply in them with none but others' words after
-        it. Where the assistant says what it never said, the history was edited, and it begins anew."""
+        """Return the place that these messages continue from: the same prompt, or the last recorded reply in them, if
+        only other roles' messages follow it. If an assistant message was never sampled, the history was edited, and a
+        new conversation begins."""
         place, found, number = self._roots.get(tools, _TreePlace()), Found(), 0
         for number, said in enumerate(messages, start=1):
             if (following := place.children.get(said.key)) is None:
@@ -202,7 +204,7 @@ class Conversations:
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
-        """A turn: the messages of its prompt, and its reply. Of several that say the same the last one counts."""
+        """Record a turn: the messages of its prompt, and its reply. Of several equal turns the last one counts."""
         place = self._roots.setdefault(tools, _TreePlace())
         for said in messages:
             place = place.children.setdefault(said.key, _TreePlace())
@@ -213,8 +215,8 @@ class Conversations:
 
 
 def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:
-    """The messages with the results of each turn's calls in the order of the calls, which is all that many templates
-    tell them apart by."""
+    """Return the messages with the results of each turn's calls in the order of the calls: many templates match results
+    to calls only by order."""
     ordered = list[Said]()
     for is_result, members in groupby(messages, key=lambda said: said.role == "tool"):
         if not is_result:
@@ -230,10 +232,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(data: Any) -> Any:
-    """Return JSON data with each half of a surrogate pair spelled out: a text that holds one has no UTF-8.
+    """Return JSON data with each half of a surrogate pair escaped: a text that contains one can't be encoded as UTF-8.
 
     Raises:
-        ValueError, RecursionError: it can't be written as JSON.
+        ValueError, RecursionError: the data can't be written as JSON.
     """
     written = json.dumps(data, ensure_ascii=False)
     if not _SURROGATE.search(written):
@@ -242,7 +244,7 @@ def without_surrogates(data: Any) -> Any:
 
 
 def canonical(arguments: str) -> str:
-    """Return one text for all JSON texts that clients make of the same arguments.
+    """Return the same text for all JSON texts that clients make from equal arguments.
 
     Numbers are compared as doubles: JavaScript writes 10.0 as 10, and 1e400 as null.
     """
@@ -267,7 +269,7 @@ STATUS: dict[Kind, int] = {
     "unknown": 404,
     "no_path": 404,
     "no_model": 404,
-    # Clients try 408, 409, 429 and all from 500 again; what is over stays over.
+    # Clients retry 408, 409, 429 and all codes from 500 on; a session that is over stays over.
     "over": 410,
     "too_large": 413,
     "turns": 400,
@@ -291,14 +293,14 @@ class RefusedError(Exception):
 
 
 def not_offered(wish: str) -> str:
-    """Return the message for a wish that is granted nowhere."""
+    """Return the message for a request that this server never supports."""
     return (
         f"{wish} is not offered: the policy is sampled as it is trained, with the chat template as it is. Leave it out"
     )
 
 
 def not_in_training(wish: str) -> str:
-    """Return the message for a wish that only a policy that nobody trains on can grant."""
+    """Return the message for a request that is supported only if the policy is not trained on it."""
     return (
         f"{wish} is not offered: the policy is sampled as it is trained. Leave it out and say in the prompt what the "
         "answer must look like; `rayapp serve`, whose answers nothing is trained on, follows it"

@@ -1,6 +1,6 @@
-"""The chat template and the tool parser for each set of tools that agents bring: made once, as they come.
+"""Chat template and tool parser for each set of tools that agents bring, made at the set's first use.
 
-Used by sessions. One for a process: an agent brings the same tools to all its trajectories.
+Used by sessions. One per process, as an agent brings the same tools to all its trajectories.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
 _MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
-"""Sets of tools, and their length as JSON, all together."""
+"""Most sets of tools that are kept, and the limit of their total length as JSON."""
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
-"""New objects before the youngest are looked at, and how many such looks before older ones are; Python's are 700, 10,
-10."""
+"""Thresholds of the garbage collector: new objects before a collection of the youngest generation, and collections of a
+generation before the next older one. Python's are 700, 10, 10."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Template and parser of conversations with one set of tools."""
+    """Template and parser for conversations with one set of tools."""
 
     key: Key
     chat: ChatFormat
@@ -44,10 +44,10 @@ class Formats:
     """See the module.
 
     Args:
-        model: its name, for messages.
+        model: name of the model, for messages.
         parser: vLLM's name of the tool parser.
-        template: Jinja text in place of the tokenizer's own; empty keeps that.
-        make_parser: in place of vLLM's; for tests and benchmarks.
+        template: Jinja text in place of the tokenizer's own; empty: that one.
+        make_parser: makes the parser; tests and benchmarks replace it.
     Raises:
         ConfigError: the model has no chat template that can be used.
     """
@@ -68,14 +68,14 @@ class Formats:
 
     @classmethod
     def of(cls, config: Config) -> Formats:
-        """With the run's model, template and parser."""
+        """Return the formats for the run's model, template and parser."""
         agent = config.agent
         template = load_template(agent.chat_template) if agent.chat_template else ""
         tokenizer: Any = load_tokenizer(config)
         return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
 
     async def with_tools(self, tools: Sequence[ToolSchema]) -> Format:
-        """The format for these tools.
+        """Return the format for these tools.
 
         Raises:
             RefusedError: the model's template or the parser can't take them.
@@ -84,7 +84,7 @@ class Formats:
             return self.plain
         key = (json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]),)
         if (found := self._made.get(key)) is None:
-            # The thread of all parsers: importing vLLM takes seconds, and parsers keep state.
+            # Use the parsers' only thread: importing vLLM takes seconds, and parsers keep state.
             found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))
             self._made[key] = found
         self._made.move_to_end(key)
@@ -97,8 +97,8 @@ class Formats:
             told = [self._harmless(tool) for tool in tools]
             chat = ChatFormat(self._tokenizer, told, template=self._template, name=self._model)
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
-        except Exception as error:  # boundary: templates and parsers are programs, and read what an agent brings
-            raise RefusedError("invalid", f"these tools can't be told to the policy: {error}") from error
+        except Exception as error:  # boundary: templates and parsers are programs that read an agent's tools
+            raise RefusedError("invalid", f"these tools can't be put into the prompt: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
 
@@ -110,24 +110,24 @@ class Formats:
 
 
 def _collect_less_garbage() -> None:
-    """Sessions live for minutes and are made of small objects, and what importing vLLM and transformers left, most of a
-    million of them, lives for ever: to look through all of it as often as Python does costs a third of all that calls
-    cost. References are counted as before, so only cycles wait longer."""
+    """Collect garbage less often. Sessions live for minutes and consist of small objects, and nearly a million objects
+    from importing vLLM and transformers live forever: Python's default thresholds would spend a third of each call's
+    cost on scanning them. References are counted as before, so only cycles wait longer."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)  # or libraries that count what is left at the end would report all of it
+    atexit.register(gc.unfreeze)  # otherwise libraries that count objects at exit would report all of them
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
-    """A whole conversation as the model's template writes it, for the policy to go on.
+    """Return the ids of a whole conversation in the model's template, ready for the policy's turn.
 
     Raises:
         RefusedError: the template or the tokenizer refuses it.
     """
     try:
         return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
-    except Exception as error:  # boundary: a template is a program, and reads what an agent has said
+    except Exception as error:  # boundary: a template is a program that reads an agent's messages
         raise _unwritten(error) from error
 
 
@@ -150,7 +150,8 @@ def _unwritten(error: Exception) -> RefusedError:
 
 
 def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
-    """OpenAI's form with arguments as data. Ids are nine letters and digits, as Mistral's templates demand."""
+    """Return messages in OpenAI's form with arguments as data. Ids have nine letters and digits, as Mistral's templates
+    require."""
     ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
     for said in messages:
         message: dict[str, Any] = {"role": said.role, "content": said.text}

@@ -57,10 +57,10 @@ class Numbers:
 class OpenDoor:
     """Opens a session for each call that has the key; the session ends with the call."""
 
-    def __init__(self, formats: Formats, engine: RolloutEngine, max_tokens: int, temperature: float, key: str) -> None:
+    def __init__(self, formats: Formats, engine: RolloutEngine, sampling: SamplingParams, key: str) -> None:
         self._formats, self._engine, self._key = formats, engine, key
-        self._sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        self._limits = SessionLimits(max_tokens=max_tokens, max_turns=MOST_CHOICES)
+        self._sampling = sampling
+        self._limits = SessionLimits(max_tokens=sampling.max_tokens, max_turns=MOST_CHOICES)
         self.numbers = Numbers()
 
     @contextmanager
@@ -112,9 +112,8 @@ async def open_to_all(
     engine: RolloutEngine,
     *,
     model: str,
-    max_tokens: int,
+    sampling: SamplingParams,
     key: str,
-    temperature: float = 1.0,
     sockets: Sequence[socket.socket],
     max_connections: int = 0,
 ) -> AsyncIterator[str]:
@@ -122,13 +121,12 @@ async def open_to_all(
 
     Args:
         model: the name that it is listed under.
-        max_tokens: prompt and answer of a call together.
+        sampling: limit of a call's prompt and answer together, and defaults of requests.
         key: what clients send.
-        temperature: of requests that don't name one.
         sockets: `bound`, where it listens.
         max_connections: at once; 0: half of the descriptors of this process, at most 1024.
     """
-    door = OpenDoor(formats, engine, max_tokens, temperature, key)
+    door = OpenDoor(formats, engine, sampling, key)
     listening = Listening(open_application(door, model), max_connections=max_connections)
     try:
         await listening.start(sockets)

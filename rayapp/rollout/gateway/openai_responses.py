@@ -112,7 +112,7 @@ class OpenAIResponses:
 
 
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
-    """One item as a message; None for thoughts, which are not read again."""
+    """Return one item as a message; None for thoughts, which are not read again."""
     where, kind = f"input[{index}]", item.get("type", "message")
     if kind == "reasoning":
         return None
@@ -130,7 +130,7 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
-    """Items of one turn as one message."""
+    """Join the items of one turn to one message."""
     waiting: Said | None = None
     for said in messages:
         if said.role == "assistant" and waiting is not None:
@@ -178,7 +178,7 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _parts(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Content of an item, as it grows."""
+    """Yield the content of an item in the parts in which a stream sends it."""
     if item["type"] == "function_call":
         for piece in pieces(item["arguments"]):
             yield "function_call_arguments.delta", {"delta": piece}

@@ -1,4 +1,5 @@
-"""Parts that the dialects share: fields of a JSON body with clear refusals, content parts, stream events. Pure."""
+"""Parts that the dialects share: reading fields of a JSON body with clear refusals, content parts, stream events.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from rayapp.rollout.order import MAX_SEED
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200
-"""An engine looks for each of them at each token, beside the requests of all other sessions."""
+"""Most stop texts of a request: the engine checks each at every token, for all sessions."""
 MAX_TOOL_CHARS = 256 << 10
-"""Size of all tools of a request together, as JSON."""
+"""Largest size of all tools of a request together, as JSON."""
 _PIECE_CHARS = 256
 _DISTRIBUTION: tuple[tuple[str, Any, float, float], ...] = (
     ("temperature", int | float, 0.0, 2.0),
@@ -24,20 +25,20 @@ _DISTRIBUTION: tuple[tuple[str, Any, float, float], ...] = (
 
 
 class Dialect(Protocol):
-    """One API: its bodies in and out. No state, no I/O."""
+    """One API: reads request bodies and writes reply bodies. No state, no I/O."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
-        """Raises RefusedError: what is wrong, or not offered."""
+        """Read a request's body. Raises RefusedError: a field is wrong or not supported."""
         ...
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]: ...
 
     def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        """The reply as an event stream, to the end."""
+        """Yield the reply as an event stream, to the end."""
         ...
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
-        """The API's form of an error."""
+        """Return the error in the API's form."""
         ...
 
     def refusal_event(self, refused: RefusedError) -> bytes:
@@ -53,7 +54,7 @@ def parsed(data: bytes) -> Mapping[str, Any]:
     """Return a request's body, without halves of surrogate pairs, which no tokenizer reads.
 
     Raises:
-        RefusedError: it is no JSON object.
+        RefusedError: the body is not a JSON object.
     """
     try:
         body = without_surrogates(json.loads(data))
@@ -65,7 +66,7 @@ def parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of objects; none for null."""
+    """Return a list of objects; empty for null."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -74,7 +75,7 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def text(value: Any, name: str) -> str:
-    """A string; the empty one for null."""
+    """Return a string; empty for null."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -101,7 +102,7 @@ def positive(value: Any, name: str) -> int | None:
 
 
 def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Text, or parts of these kinds that hold some, each on a line of its own."""
+    """Return the text of a message's content: a string, or parts of these kinds, joined with line breaks."""
     if value is None or isinstance(value, str):
         return value or ""
     parts = list[str]()
@@ -116,9 +117,9 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
     """Return the tools that an agent brings.
 
     Args:
-        read: one of them, by its place in the list.
+        read: reads one tool; gets its place in the list.
     Raises:
-        RefusedError: one is no tool, or they are too long.
+        RefusedError: an entry is not a tool, or all together are too long.
     """
     given = objects(value, "tools")
     size = len(json.dumps(given, ensure_ascii=False)) if given else 0
@@ -132,7 +133,7 @@ def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
 
     Args:
         value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
-        field: its name, for messages.
+        field: name of the field, for messages.
         schema: name of the key with the JSON schema.
     """
     if value is None:
@@ -181,7 +182,7 @@ def _without_defs(tool: ToolSchema) -> dict[str, Any]:
 
 
 def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters") -> ToolSchema:
-    """A tool that an agent brings.
+    """Return a tool that an agent brings.
 
     Args:
         parameters: name of the key with the JSON schema.
@@ -199,7 +200,7 @@ def distribution(body: Mapping[str, Any]) -> dict[str, float]:
     """Return the request's sampling settings, by the names of `SamplingParams`.
 
     Raises:
-        RefusedError: that can't be done.
+        RefusedError: a setting is not supported.
     """
     found = dict[str, float]()
     for name, kind, least, most in _DISTRIBUTION:
@@ -221,9 +222,9 @@ def flag(value: Any, name: str, *, default: bool) -> bool:
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Server-sent."""
+    """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
-    # In ASCII: a policy can write half a surrogate pair, which UTF-8 can't.
+    # ASCII only: a policy can write half a surrogate pair, which UTF-8 can't encode.
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 

@@ -1,11 +1,11 @@
-"""The gateway: sessions of external agents over HTTP, in the APIs that agents speak. One for a rollout worker.
+"""The gateway: sessions of external agents over HTTP, in the APIs that agents speak. One per rollout worker.
 
     POST /<session>/v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
 
-A session's key (Authorization: Bearer, or x-api-key) opens that session and nothing else; nothing but sessions is
-behind this server. Streams begin when the whole turn is sampled: tool calls are read from whole turns.
+A session's key (Authorization: Bearer, or x-api-key) opens only that session, and the server offers only sessions.
+Streams begin when the whole turn is sampled, as tool calls are read from whole turns.
 
-`Api` answers for every server of these APIs; `open_server.py` is the server of `rayapp serve`.
+`Api` handles the requests of every server of these APIs; `open_server.py` is the server of `rayapp serve`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Header of a reply: names of fields of the request that had no effect."""
 PATIENCE_S = 10.0
-"""A stream whose turn takes longer begins before it, with a comment as often, so that no client gives up."""
+"""Seconds after which the stream of a longer turn begins, and between comments in it, so that no client gives up."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
-"""Connections of one sandbox. Each holds a body at most."""
+"""Most connections of one sandbox. Each holds at most one request body."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _MESSAGES, _RESPONSES = OpenAIChat(), AnthropicMessages(), OpenAIResponses()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
-"""The session that a request is for, as long as it is answered. Raises RefusedError: it is let into none."""
+"""Context manager with the session of a request while it is answered. Raises RefusedError if the request gets no
+session."""
 
 
 class Api:
     """The APIs over the sessions behind a door.
 
     Args:
-        model: the name that is listed; every other does as well.
+        model: the name that is listed; any name is accepted.
     """
 
     def __init__(self, door: Door, *, model: str = "policy") -> None:
@@ -61,7 +62,7 @@ class Api:
         self._model = {"id": model, "object": "model", "created": 0, "owned_by": "rayapp"}
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-        """All of them below the prefix, and a refusal for everything else."""
+        """Return the application with all routes below the prefix, and a refusal for everything else."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
         app.router.add_post(f"{prefix}/v1/responses", partial(self._answer, dialect=_RESPONSES))
@@ -78,7 +79,9 @@ class Api:
                 if (name := request.match_info.get("model")) is None:
                     return web.json_response({"object": "list", "data": [self._model]})
                 if name != self._model["id"]:
-                    raise RefusedError("no_model", f"there is no model {name[:200]!r}, but {self._model['id']!r}")
+                    raise RefusedError(
+                        "no_model", f"there is no model {name[:200]!r}; the model is {self._model['id']!r}"
+                    )
                 return web.json_response(self._model)
         except RefusedError as refused:
             return _refusal(_CHAT, refused)
@@ -103,7 +106,7 @@ class Api:
             return await _stream(request, dialect, ask, turn, _headers(session, ask))
         except (RefusedError, ConnectionError):
             raise
-        except Exception as error:  # boundary: whatever an agent sends ends at most its own session
+        except Exception as error:  # boundary: a failure caused by an agent ends at most its own session
             log.exception("%s: the gateway failed", session.request_id)
             session.fail(error)
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
@@ -119,11 +122,11 @@ class Gateway:
         self._listening = Listening(Api(self._door).application("/{session}"))
 
     async def start(self) -> None:
-        """Listen on the loopback, at a port of its own."""
+        """Listen on the loopback, at a free port."""
         await self._listening.start(bound("127.0.0.1", 0))
 
     async def close(self) -> None:
-        """End all sessions, and listen no more. Idempotent."""
+        """End all sessions, and stop listening. Idempotent."""
         for session in self._sessions.values():
             session.end()
         await self._listening.close()
@@ -148,7 +151,7 @@ class Gateway:
         request_id: RequestId,
         only_model: str = "",
     ) -> Iterator[Session]:
-        """A session that is served until the block is left; arguments as in `Session`."""
+        """Serve a session for the length of the block; arguments as in `Session`."""
         session = Session(
             formats=self._formats,
             engine=engine,
@@ -167,7 +170,7 @@ class Gateway:
 
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
-        """Serve this session alone, to whoever connects, until the block is left: a hostile program may."""
+        """Serve only this session, for the length of the block, to every client of `accept`, which may be hostile."""
         app = Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)
         listening = Listening(app, max_connections=_MAX_OF_SANDBOX)
         await listening.accept_from(accept, f"accept {session.request_id}")
@@ -203,7 +206,7 @@ class Gateway:
 
 
 def check_key(request: web.Request, key: str, message: str) -> None:
-    """Raises RefusedError: the request brings another key, or none."""
+    """Check a request's key. Raises RefusedError: it is missing or wrong."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
         raise RefusedError("key", message)
@@ -234,12 +237,12 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
         return dialect.read(parsed(body))
     except RefusedError:
         raise
-    except Exception as error:  # boundary: an agent sends what it likes
+    except Exception as error:  # boundary: an agent may send anything
         raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error:.200}") from error
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
-    """Tell the caller which of its fields had no effect."""
+    """Return headers that name the request's fields without effect."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 
@@ -254,7 +257,7 @@ async def _stream(
                 await response.prepare(request)
             await response.write(_PING)
         if not response.prepared:
-            turn.result()  # What is refused before anything is sent has a status of its own.
+            turn.result()  # A refusal before the stream begins gets its own status.
             await response.prepare(request)
         await response.write(b"".join(_events(dialect, ask, turn)))
         await response.write_eof()

@@ -1,6 +1,6 @@
 """One trajectory's conversations with the policy: calls in, replies out, and every token recorded.
 
-    Ask -> where it goes on (Conversations) -> recorded ids + suffix -> engine -> TokenTree, Conversations -> Reply
+    Ask -> where it goes on (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
 
 Made by the gateway for each trajectory, and over with it. What the agent does wrong is a `RefusedError`; what the
 engine does wrong is one too, and ends the session: `trouble` then has the error.
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, RequestId, RolloutStatus, SamplingParams
+from rayapp.core.types import CallRecord, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.gateway.conversation import (
@@ -37,7 +37,7 @@ from rayapp.rollout.gateway.conversation import (
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
 from rayapp.rollout.order import seed_of_call
-from rayapp.rollout.recorder import STATUS, Episode, EpisodeEnd, TokenTree, cut_completion
+from rayapp.rollout.recorder import Recorder, cut_completion
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
 MOST_CHOICES = 16
@@ -100,7 +100,7 @@ class _Turn:
     """A turn that was recorded."""
 
     number: int
-    """In `TokenTree.turns`."""
+    """In `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""
@@ -121,7 +121,7 @@ class Session:
     """Id of the trajectory; turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    tree: TokenTree = field(default_factory=TokenTree)
+    tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
     """Limit that refused the last call or cut its answer. Empty again when the agent goes on with a call that fits."""
@@ -238,9 +238,9 @@ class Session:
         if self.trouble.done() and not self.trouble.cancelled():
             self.trouble.exception()  # Somebody has looked at it.
 
-    def episode(
+    def trajectory(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
-    ) -> Episode:
+    ) -> Trajectory:
         """Return the session's record.
 
         Args:
@@ -249,28 +249,12 @@ class Session:
             ran_out: the agent's time was up.
             output: what its program wrote.
         """
-        end = EpisodeEnd.ANSWERED
+        status = RolloutStatus.ERROR_TASK if failure else RolloutStatus.COMPLETED
         if self.limit == "tokens":
-            end = EpisodeEnd.MAX_TOKENS
+            status = RolloutStatus.TRUNCATED
         elif self.limit == "turns" or ran_out:
-            end = EpisodeEnd.MAX_TURNS
-        elif failure:
-            end = EpisodeEnd.FAILED
-        tree = self.tree
-        return Episode(
-            token_ids=tree.token_ids,
-            response_mask=tree.response_mask,
-            rollout_log_probs=tree.log_probs,
-            num_prompt_tokens=tree.turns[0].start if tree.turns else 0,
-            turns=tuple(tree.turns),
-            end=end,
-            status=STATUS.get(end, RolloutStatus.ERROR_TASK),
-            failure=failure if end is EpisodeEnd.FAILED else "",
-            answer=answer,
-            forks=tuple(tree.forks),
-            agent_output=output,
-            routed_experts=tree.routed_experts,
-        )
+            status = RolloutStatus.MAX_TURNS
+        return self.tree.trajectory(status, failure, answer=answer, agent_output=output)
 
     def _messages(self, ask: Ask) -> tuple[Said, ...]:
         if not ask.previous:

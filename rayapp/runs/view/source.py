@@ -112,7 +112,7 @@ class RunSource:
         try:
             return self.files.get_file_info(path)
         except OSError as error:
-            raise StorageUnreachableError(f"{path} can't be looked at: {error}") from None
+            raise StorageUnreachableError(f"{path} can't be read: {error}") from None
 
     def _list(self, folder: str) -> list[Any]:
         try:

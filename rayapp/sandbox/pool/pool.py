@@ -107,7 +107,7 @@ class LeasePool:
         self.heartbeat(holder)
         key = next(self._ids) if lease_id is None else lease_id
         if key in self._given_up:
-            raise SandboxUnavailableError(f"lease {key} was given up before it was asked for")
+            raise SandboxUnavailableError(f"lease {key} was cancelled before its request arrived")
         lane = self._lane(spec or SandboxSpec())
         turn = self._turns[key] = asyncio.get_running_loop().create_future()
         lane.queue.push(holder, key, (holder, key, turn))
@@ -176,7 +176,7 @@ class LeasePool:
             if len(self._given_up) > _GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
         elif not turn.done():
-            turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was given up while it was waited for"))
+            turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was cancelled while its caller waited"))
 
     def heartbeat(self, holder: str) -> None:
         """Note that the holder lives."""

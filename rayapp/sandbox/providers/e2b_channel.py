@@ -55,7 +55,7 @@ class _Counted:
     def take(self, text: str) -> None:
         self.room -= len(text)
         if self.room < 0:
-            raise SandboxProtocolError("a command wrote more than a report can have")
+            raise SandboxProtocolError("a command's output is larger than a report may be")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +310,7 @@ class KruiseService:
 def _ids(answer: httpx.Response) -> list[str]:
     found = _json(answer)
     if not isinstance(found, list) or not all(isinstance(item, dict) and "sandboxID" in item for item in found):
-        raise SandboxProtocolError(f"sandbox-manager answered no list of sandboxes: {answer.text[:200]!r}")
+        raise SandboxProtocolError(f"sandbox-manager's answer is not a list of sandboxes: {answer.text[:200]!r}")
     return [str(item["sandboxID"]) for item in found]
 
 
@@ -324,5 +324,5 @@ def _json(answer: httpx.Response) -> object:
 def _object(answer: httpx.Response) -> dict[str, object]:
     found = _json(answer)
     if not isinstance(found, dict):
-        raise SandboxProtocolError(f"sandbox-manager answered no JSON object: {answer.text[:200]!r}")
+        raise SandboxProtocolError(f"sandbox-manager's answer is not a JSON object: {answer.text[:200]!r}")
     return found

@@ -198,7 +198,7 @@ class McpChannel:
         if answer.is_error:
             raise _tool_error(said, tool)
         if not isinstance(answer.structured_content, dict):
-            raise SandboxProtocolError(f"mcp {tool}: no structured answer but {said[:200]!r}")
+            raise SandboxProtocolError(f"mcp {tool}: the answer is not structured: {said[:200]!r}")
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:

@@ -138,7 +138,7 @@ def _result(answer: RawResult, isolation: str, *, error: str, is_complete: bool)
 
 def _ending(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"ended with exit status {exit_code} before it was through"
+        return f"ended with exit status {exit_code} before it had finished"
     names = {int(number): number.name for number in signal.Signals}
     return f"ended by {names.get(-exit_code, 'a signal')}"
 

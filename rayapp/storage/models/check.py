@@ -183,7 +183,7 @@ def _hub_config(name: str) -> dict[str, Any]:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
         raise InputError(
-            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {first_line(error)}"
+            f"model.path {name!r} is neither a local folder nor a model that the hub provides: {first_line(error)}"
         ) from None
     return found
 
@@ -197,7 +197,7 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
             f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
             f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
         )
-    longest = text.get("max_position_embeddings")
+    longest = config.model.max_position_embeddings or text.get("max_position_embeddings")
     _check_length(longest, config, "reads at most {}")
     for rope in _ropes(text):
         if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
@@ -276,7 +276,7 @@ def _check_server(config: Config) -> None:
         found = answer.json()["tokens"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"distillation.base_url {section.base_url!r} does not tell the tokens of {section.teacher!r}: "
+            f"distillation.base_url {section.base_url!r} does not return the tokens of {section.teacher!r}: "
             f"{type(error).__name__}: {error}. It must be a vLLM server (vllm serve MODEL) that runs."
         ) from error
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):

@@ -133,7 +133,7 @@ def checked(model: PackagedModel, gguf: Path) -> Path:
         InputError: it is another file.
     """
     if not gguf.is_file():
-        raise InputError(f"{model.requirement} brought no {model.member}: it is another release than the one expected")
+        raise InputError(f"{model.requirement} has no {model.member}: it is another release than the one expected")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:

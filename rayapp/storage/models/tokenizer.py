@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config.config import Config
@@ -25,14 +26,17 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Return the model's own tokenizer."""
+    """Return the model's own tokenizer; its chat template gets `agent.chat_template_kwargs` in every rendering."""
     folder, trust_remote_code = Path(config.model.path), config.model.trust_remote_code
+    variables = config.agent.chat_template_kwargs
     if (folder / "tokenizer.json").is_file() and "auto_map" not in _settings(folder):
-        tokenizer = ModelTokenizer(folder, trust_remote_code=trust_remote_code)
+        tokenizer = ModelTokenizer(folder, trust_remote_code=trust_remote_code, variables=variables)
         if not tokenizer.is_cleaned_up:
             return tokenizer
-    loaded: Tokenizer = _of_transformers(str(folder), trust_remote_code=trust_remote_code)
-    return loaded
+    loaded = _of_transformers(str(folder), trust_remote_code=trust_remote_code)
+    loaded.apply_chat_template = partial(loaded.apply_chat_template, **variables)
+    ready: Tokenizer = loaded
+    return ready
 
 
 class ModelTokenizer:
@@ -41,12 +45,16 @@ class ModelTokenizer:
     Args:
         folder: model folder with a tokenizer.json.
         trust_remote_code: for `of_transformers`.
+        variables: variables of the chat template, in every rendering.
     Raises:
         ValueError, OSError: a file can't be read.
     """
 
-    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, trust_remote_code: bool = False, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.name_or_path = str(folder)
+        self._variables = variables
         self._trust_remote_code = trust_remote_code
         settings = _settings(folder)
         self.special_tokens_map = _named(settings)
@@ -111,7 +119,8 @@ class ModelTokenizer:
         if tokenize or not conversation:
             problem = "there are no messages" if not conversation else "encode the text, with add_special_tokens=False"
             raise ValueError(f"apply_chat_template writes messages as text: {problem}")
-        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **options}
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        variables |= {**self._variables, **options}
         template = _compiled(
             chat_template if chat_template is not None else self._template(with_tools=tools is not None)
         )

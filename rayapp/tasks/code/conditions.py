@@ -215,7 +215,7 @@ def _plus(left: Any, right: Any) -> Any:
 def _sum(values: Any, start: Any = 0) -> Any:
     parts = [start, *values]
     if not all(isinstance(part, int | float) for part in parts):
-        raise TypeError("only numbers are summed: a sum of lists takes the square of their number")
+        raise TypeError("only numbers can be summed: summing lists takes quadratic time")
     return sum(parts)
 
 

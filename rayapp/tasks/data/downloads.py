@@ -48,7 +48,7 @@ class OwnColumns:
             InputError: a column is missing, or has another type.
         """
         if {"data_source", "reward_model", "prompt"} <= example.keys():
-            raise InputError("it is in verl's schema already: name the file in data.train_files")
+            raise InputError("it is in verl's schema already: name the file in `tasks`")
         prompt = self._name(example, self.prompt, PROMPT_NAMES, "--prompt-column")
         answer = self._name(example, self.answer, ANSWER_NAMES, "--answer-column") if self.has_answers else ""
         truth = _truth(example[answer]) if answer else ""

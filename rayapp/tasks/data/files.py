@@ -1,11 +1,14 @@
-"""Opens parquet files in verl's schema, checks them, and reads one row group at a time. For `reading.py`.
+"""Opens data files in verl's schema, checks them, and reads one row group at a time. For `reading.py`.
 
-Files in object storage are first copied to a local folder and verified by checksum.
+Files in object storage are first copied to a local folder and verified by checksum; files of the Hugging Face hub go
+into its cache. Rows of JSON files are written to a parquet file once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +16,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.aio import together
-from rayapp.core.errors import InputError, StorageNotFoundError
-from rayapp.core.files import Location
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import InputError, StorageNotFoundError, first_line
+from rayapp.core.files import Location, aside, json_lines
 from rayapp.storage.opening import open_storage
 
 COLUMNS = ("prompt", "data_source", "reward_model")
 """Columns that every file must have."""
 _OPTIONAL = ("extra_info", "agent_name")
+_HUB = "hf://datasets/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +40,71 @@ class RowGroup:
 
 
 async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
-    """Return local paths of all files, in the given order; files on s3:// are copied below `cache`.
+    """Return local paths of all files, in the given order.
 
+    Args:
+        uris: local paths, s3://bucket/key, or hf://datasets/OWNER/NAME[@REVISION]/FILE.
+        cache: folder for copies of files on s3://.
     Raises:
-        InputError: there are no files.
+        InputError: there are no files, or the hub does not give one.
         StorageError: a file can't be fetched, or is damaged.
     """
     if not uris:
-        raise InputError("no data files: name at least one parquet file")
-    locations = [Location.parse(uri) for uri in uris]
-    paths = [_cached(location, cache) if location.is_remote else Path(location.key) for location in locations]
-    remote = [(at, path) for at, path in zip(locations, paths, strict=True) if at.is_remote]
-    await together(lambda item: _fetch(*item), remote, at_once=4)
-    return paths
+        raise InputError("no data files: name at least one")
+    slots = asyncio.Semaphore(4)
+
+    async def fetched(uri: str) -> Path:
+        async with slots:
+            return await _fetch(uri, cache)
+
+    return await side_by_side(map(fetched, uris))
+
+
+def is_remote(uri: str) -> bool:
+    """Return True for a data file that has to be fetched. Raises StorageConfigError: an unknown scheme."""
+    return uri.startswith(_HUB) or Location.parse(uri).is_remote
+
+
+def as_parquet(path: Path, cache: Path) -> Path:
+    """Return a parquet file in `cache` with the rows of a .jsonl or .json file, made once; other files unchanged.
+
+    Raises:
+        InputError: the file is no JSON, or its rows are no mappings with the same types.
+    """
+    if path.suffix not in (".jsonl", ".json"):
+        return path
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _reading(path):
+        content = path.read_bytes()
+    written = cache / f"{path.stem}-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+    if written.exists():
+        return written
+    rows = _json_rows(content, path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        cache.mkdir(parents=True, exist_ok=True)
+        with aside(written) as pending:
+            pq.write_table(table, pending, row_group_size=1000)
+    except pa.ArrowException as error:
+        raise InputError(f"{path}: a column needs values of one type in all rows: {error}") from None
+    return written
+
+
+def _json_rows(content: bytes, path: Path) -> list[dict[str, Any]]:
+    try:
+        text = content.decode()
+        if path.suffix == ".jsonl":
+            rows = [row for _, row in json_lines(text.split("\n"), str(path))]
+        else:
+            rows = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: a list of rows was expected, each a mapping with {', '.join(COLUMNS)}")
+    return rows
 
 
 def open_files(paths: Sequence[Path]) -> list[RowGroup]:
@@ -110,7 +166,7 @@ def _check_schema(path: Path, schema: Any) -> None:
     if missing:
         raise InputError(
             f"{path}: no column {', '.join(missing)}; it has {', '.join(schema.names)}. "
-            "Write it with `rayapp data prepare`, or in verl's row schema (docs/data.md)."
+            "Convert it with `rayapp data rows`, or write verl's row schema (docs/data.md)."
         )
     kinds: Mapping[str, tuple[Any, str]] = {
         "prompt": (_is_list_of_structs, "a list of structs with role and content"),
@@ -194,10 +250,32 @@ def _cached(location: Location, cache: Path) -> Path:
     return cache / folder / Path(location.key).name
 
 
-async def _fetch(location: Location, path: Path) -> None:
+async def _fetch(uri: str, cache: Path) -> Path:
+    if uri.startswith(_HUB):
+        return await asyncio.to_thread(_from_hub, uri)
+    location = Location.parse(uri)
+    if not location.is_remote:
+        return Path(location.key)
+    path = _cached(location, cache)
     folder, _, name = location.key.rpartition("/")
     async with open_storage(f"s3://{location.bucket}/{folder}") as storage:
         try:
             await storage.get_file(name, path)
         except StorageNotFoundError as error:
             raise InputError(f"{location}: there is no such file") from error
+    return path
+
+
+def _from_hub(uri: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    parts = uri.removeprefix(_HUB).split("/", 2)
+    if len(parts) < 3 or not all(parts):
+        raise InputError(f"{uri}: a file of the hub is {_HUB}OWNER/NAME/FILE, or {_HUB}OWNER/NAME@REVISION/FILE")
+    name, _, revision = parts[1].partition("@")
+    try:
+        found = hf_hub_download(f"{parts[0]}/{name}", parts[2], repo_type="dataset", revision=revision or None)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"{uri}: the hub does not give this file: {first_line(error)}") from None
+    return Path(found)

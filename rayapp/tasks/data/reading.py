@@ -1,6 +1,6 @@
-"""Training data: rows of parquet files in verl's schema, in an order that depends only on seed, epoch and files.
+"""Training data: rows of data files in verl's schema, in an order that depends only on seed, epoch and files.
 
-    paths (several, local or s3://) -> row groups -> prompts measured once, overlong ones dropped -> row(position)
+    data files (local, s3:// or hf://) -> row groups -> prompts measured once, overlong ones dropped -> row(position)
 
 `row(n)` is the n-th row of the run, over all epochs: a resumed run continues at any n without saved state.
 
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from rayapp.core.errors import InputError
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
-from rayapp.tasks.data.files import RowGroup, fetch_files, open_files, read_group, read_groups
+from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +235,8 @@ async def open_data(
     """Fetch, check and measure the files.
 
     Args:
-        uris: parquet files in verl's schema, local or s3://.
-        cache: folder for copies of remote files.
+        uris: parquet or JSON files in verl's schema, as `fetch_files` takes them.
+        cache: folder for copies of remote files, and for the rows of JSON files.
         encode: needed to measure prompts and for `DataRow.prompt_ids`.
         check_agent: called for every agent_name in the files.
         truth_kind: called for every data_source in the files; every row's ground_truth must have the returned form.
@@ -246,7 +246,12 @@ async def open_data(
     """
 
     paths = await fetch_files(uris, cache)
-    return await asyncio.to_thread(lambda: TrainingData(open_files(paths), options, encode, check_agent, truth_kind))
+
+    def opened() -> TrainingData:
+        groups = open_files([as_parquet(path, cache) for path in paths])
+        return TrainingData(groups, options, encode, check_agent, truth_kind)
+
+    return await asyncio.to_thread(opened)
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:

@@ -263,7 +263,7 @@ class VerifiersProcess:
             said = json.loads(line)
             answer = self._waiting.get(said["call"])
         except (ValueError, LookupError, TypeError, RecursionError):
-            log.warning("%s wrote a line that is no answer: %.200r", self._what, line)
+            log.warning("%s wrote a line that is not an answer: %.200r", self._what, line)
             return
         if answer is not None and not answer.done():
             answer.set_result(said)

@@ -159,7 +159,7 @@ class RepositoryTask:
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """Raise InputError: only an agent can play this task."""
         raise InputError(
-            f"task {self.name} is a repository, which only an agent can change: set agent.task_agent to tool_agent"
+            f"task {self.name} is a repository, which only an agent can change: set agent.name to tool_agent"
         )
 
     def agent_start(self) -> AgentStart:

@@ -1,4 +1,4 @@
-"""What a failed call to an actor says: who, what, and the way out. No Ray is started; its exceptions are enough."""
+"""Messages of failed actor calls: the actor, the cause, the way out. No Ray is started; its exceptions are enough."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_call_that_does_not_answer_names_the_actor_and_the_deadline() ->
 
 @pytest.mark.parametrize("turns_between", range(5))
 async def test_a_stop_that_comes_with_the_answer_stops_whoever_asked(turns_between: int) -> None:
-    # A supervisor's watch asks again and again: a stop that is lost to an answer leaves a run that never ends.
+    # The supervisor's watch calls again and again: if a cancellation were lost to an answer, the run would never end.
     async def watch() -> None:
         while True:
             await answer(asked[-1], timeout_s=5, what="vllm-server-0.ping")

@@ -1,4 +1,4 @@
-"""What a group asks for in one moment is one call; every trajectory gets its own answer, or why there is none."""
+"""Requests that a group makes at the same moment become one call; every trajectory gets its own result or error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Server:
     async def generate_many(self, requests: Sequence[Any]) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
         self.calls.append([request[0] for request in requests])
         self.cohort_sizes += [request[4] for request in requests]
-        # One after another: a request ends when the answer to the one before it has been taken.
+        # One after another: a request ends when the previous result has been taken.
         turns = [asyncio.Event() for _ in requests]
         turns[0].set()
         async for batch in as_they_end([self._one(*each) for each in zip(requests, turns, strict=True)]):

@@ -1,4 +1,4 @@
-"""What version the learners hold, and what becomes of them when one fails."""
+"""The version that the learners hold, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.learners import sampled
 
 
 class Rank:
-    """One learner, whose step ends when it may."""
+    """One learner, whose step ends when the test allows it."""
 
     name = "learner-0"
 
@@ -54,7 +54,7 @@ async def test_a_learner_that_breaks_off_in_the_middle_of_a_sync_is_lost_and_one
     with pytest.raises(WeightSyncError, match=r"vllm-server-1: its process is gone"):
         await group(WeightSyncError("vllm-server-1: its process is gone")).send_weights(1, 1.0)
     # The other ranks wait for it in the middle of a gather.
-    with pytest.raises(LearnersLostError, match=r"broke off while it gave its weights\. .*CUDA out of memory"):
+    with pytest.raises(LearnersLostError, match=r"failed while it exported its weights\. .*CUDA out of memory"):
         await group(RayappError("learner-0.send_weights failed: CUDA out of memory")).send_weights(1, 1.0)
 
 

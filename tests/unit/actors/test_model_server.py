@@ -1,4 +1,4 @@
-"""A model server keeps its program: it answers where it did, is missed when it dies, and nothing outlives it."""
+"""A model server restarts at its address, is noticed when it dies, and leaves no process behind."""
 
 from __future__ import annotations
 

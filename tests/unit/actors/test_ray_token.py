@@ -1,4 +1,4 @@
-"""A Ray that a run starts: where its token is kept, for its user alone, and what is said when it does not come up."""
+"""A Ray that a run starts: its token is readable only by its user, and a Ray that does not start is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that is new, in an environment that says nothing of tokens."""
+    """A new home folder, in an environment without settings for tokens."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""What a rollout worker does when it is told to end. No Ray is started."""
+"""A rollout worker that is told to end. No Ray is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayapp.rollout.order import GroupRequest
 
 
 class Groups:
-    """A run's groups, of which each waits for ever."""
+    """A run's groups, each of which waits forever."""
 
     def __init__(self) -> None:
         self.begun, self.ended = asyncio.Event(), list[str]()
@@ -26,7 +26,7 @@ class Groups:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.01)  # as long as it takes to give a sandbox back
+            await asyncio.sleep(0.01)  # the time that returning a sandbox takes
             self.ended.append("group")
 
     async def close(self) -> None:

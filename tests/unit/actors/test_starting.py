@@ -1,4 +1,4 @@
-"""Waiting for the processes of a run to be ready: who is, who is not, and what then. No Ray is started."""
+"""Waiting until a run's processes are ready, and the error if some are not. No Ray is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_who_is_ready_is_reported() -> None:
 
 
 async def test_a_process_that_never_comes_is_named_with_all_that_wait_for_it() -> None:
-    # Learner 0 waits for learner 1, which never comes: the deadline that passes first may be either's.
+    # Learner 0 waits for learner 1, which never comes: either deadline may pass first.
     server_is_ready = asyncio.Event()
     ready = {"learner-0": too_late(server_is_ready), "learner-1": asyncio.Event().wait(), "vllm-server-0": at_once()}
 

@@ -1,4 +1,4 @@
-"""What a server promises about its weights, with an engine that samples without a model. No Ray is started."""
+"""A server's promises about its weights, with an engine that samples without a model. No Ray is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.stand_ins import VERSION_TENSOR, ScriptedServer
 
 
 async def weights(version: int) -> WeightBucket:
-    """As a reference to the bucket of a learner with this version."""
+    """Return a reference to the bucket of a learner with this version."""
     return WeightBucket(entries=((VERSION_TENSOR, "uint8", (64,), 0, 64),), data=np.full(64, version, np.uint8))
 
 
@@ -97,7 +97,7 @@ async def test_a_server_that_answers_but_samples_nothing_says_so_when_it_is_ping
     asked = asyncio.create_task(ask(server))
     await asyncio.sleep(0)
 
-    with pytest.raises(StalledError, match=r"none of the 1 requests it has in hand got on"):
+    with pytest.raises(StalledError, match=r"none of the 1 requests in progress advanced"):
         await server.ping()
     asked.cancel()
 

@@ -1,4 +1,4 @@
-"""What the functions of the library take becomes the configuration that the command line would make."""
+"""Arguments of the library's functions become the configuration that the command line would make."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DOUBLE = rayapp.CodingTask(
 
 def test_a_file_a_mapping_and_a_config_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("train: {num_steps: 7}\ndata: {train_files: [a.parquet]}\n")
-    settings = {"train": {"num_steps": 7}, "data": {"train_files": ["a.parquet"]}}
+    file.write_text("train: {num_steps: 7}\ntasks: [a.parquet]\n")
+    settings = {"train": {"num_steps": 7}, "tasks": ["a.parquet"]}
 
     assert load(file) == load(str(file)) == load(settings) == load(load(file)) == load(None, settings)
     assert load(load(file), ["train.num_steps=8"]) == load(settings, {"train.num_steps": 8})
-    assert load(load(file), ["train.num_steps=8"]).data.train_files == ("a.parquet",)
+    assert load(load(file), ["train.num_steps=8"]).tasks == ("a.parquet",)
 
 
 def test_overrides_that_are_one_text_are_refused_with_the_list_they_were_meant_to_be() -> None:
@@ -39,7 +39,7 @@ def test_a_task_and_a_reward_of_a_program_have_names_in_the_configuration_and_ar
         return -float(len(solution_str))
 
     tasks = make_job(None, tasks=[DOUBLE, "sort_numbers"])
-    rows = make_job({"data": {"train_files": ["a.parquet"]}}, reward=shortest)
+    rows = make_job({"tasks": ["a.parquet"]}, reward=shortest)
 
     assert tasks.config.tasks == ("python:double", "sort_numbers")
     assert rows.config.reward.custom == "python:shortest"

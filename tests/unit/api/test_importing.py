@@ -1,4 +1,4 @@
-"""`import rayapp` costs nothing, and offers what it says."""
+"""`import rayapp` is fast and offers the documented names."""
 
 from __future__ import annotations
 

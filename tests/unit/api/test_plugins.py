@@ -1,4 +1,4 @@
-"""A wheel installed beside rayapp: found by name, listed, checked; a broken plug-in stops nobody else."""
+"""A wheel installed beside rayapp is found by name, listed and checked; a broken plug-in affects only its users."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             packed.writestr(f"{info}/{name}", text)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
     if subprocess.run([*pip, folder / "site", wheel], capture_output=True, check=False).returncode:
-        # An environment made by uv has no pip: unpacking is what pip would do.
+        # An environment made by uv has no pip: unpack the wheel as pip would.
         zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
 
@@ -68,7 +68,7 @@ def test_every_kind_is_found_by_name_where_names_that_ship_are() -> None:
     settings = {
         "tracking": {"trackers": ["jsonl", "lines"]},
         "algorithm": {"adv_estimator": "plain", "policy_loss": "reinforce"},
-        "agent": {"task_agent": "doubting"},
+        "agent": {"name": "doubting"},
         "tasks": ["double"],
     }
     assert rayapp.load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

@@ -1,4 +1,4 @@
-"""Another reward over a run's trajectories: what it says, what it changes, and that the run stays as it was."""
+"""Another reward over a run's trajectories: the report, the changes, and that the run itself stays unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def worth(*values: float) -> list[Reward]:
 def save(folder: Path, steps: dict[int, list[Group]], **config: Any) -> Path:
     sections = {
         "run": {"name": folder.name, "output_dir": str(folder.parent)},
-        "data": {"train_files": ["gone.parquet"]},
+        "tasks": ["gone.parquet"],
     }
     (folder / "trajectories").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(sections | config))
@@ -103,7 +103,7 @@ def test_a_function_is_told_what_the_trajectories_hold_and_the_run_stays_as_it_w
     summary = found.summary
     assert (summary["trajectories"], summary["failed"], summary["changed"]) == (8, 0, 4)
     assert (summary["mean_before"], summary["mean_after"]) == (pytest.approx(6 / 7), pytest.approx(2 / 7))
-    # Group 0: ranks 2.5 2.5 1 4 and 4 2 2 2; group 2 turns round; group 1 has one reward before.
+    # Group 0 has ranks 2.5 2.5 1 4 and 4 2 2 2; group 2 is reversed; group 1 had equal rewards before.
     assert summary["rank_correlation"] == pytest.approx((0.0 - 1.0) / 2)
     assert [(row["group_id"], row["index"]) for row in found.largest(1)] == [(0, 3)]
     assert content(recorded) == before
@@ -210,7 +210,7 @@ def test_a_trajectory_that_never_came_to_its_end_is_left_out(recorded: Path) -> 
 
 def test_steps_that_are_none_are_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rescore", str(recorded), "--steps", "last"]) == 2
-    assert "write a step or two with a dash" in capsys.readouterr().err
+    assert "write one step, or a first and a last step" in capsys.readouterr().err
     assert run(["rescore", str(recorded), "--steps", "7-9"]) == 2
     assert "recorded are: 1, 2" in capsys.readouterr().err
 

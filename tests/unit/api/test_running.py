@@ -27,7 +27,7 @@ DOUBLE = rayapp.CodingTask(
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Takes two steps in an event loop of its own, as the real one does, and hangs in the third."""
+    """Takes two steps in its own event loop, as the real driver does, and hangs in the third."""
     trained: list[Config] = []
 
     def run_training(config: Config, on_step: Callable[[int, Mapping[str, float]], Any] | None = None) -> None:
@@ -60,7 +60,7 @@ def test_a_run_of_a_program_knows_its_tasks_and_tells_of_its_steps(driver: list[
     assert told == [(1, 1.0), (2, 2.0)]
     assert run.uri == str(tmp_path / "mine")
     with pytest.raises(InputError, match="object of the Python program"):
-        given("python:double")  # it is known for the length of the run
+        given("python:double")  # registered while the run lasts
 
 
 async def test_in_a_running_loop_it_has_a_thread_of_its_own_and_what_on_step_raises_comes_out(
@@ -98,7 +98,7 @@ async def test_a_cancelled_run_ends_before_the_cancellation_comes_out(driver: li
 
 
 class Saver:
-    """Of a run whose step 4 is done and not saved."""
+    """Saver of a run whose step 4 is done and not saved."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []

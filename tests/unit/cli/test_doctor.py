@@ -1,4 +1,4 @@
-"""What the doctor finds wrong with a config on this machine."""
+"""Problems that the doctor finds with a config on this machine."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ ROW = {
 
 
 def problems_of(tiny_model: Path, **sections: object) -> dict[str, str]:
-    """Of a run with a model that is whole."""
+    """Return the problems of a run whose model is complete."""
     short = {"rollout": {"max_prompt_tokens": 100, "max_completion_tokens": 100}}
     found = problems({"cluster": {"device": "cpu"}, "model": {"path": str(tiny_model)}, **short, **sections})
     return {what: finding.detail for what, finding in found.items()}
@@ -193,7 +193,7 @@ def test_what_train_refuses_before_it_starts_is_found(
     copy.write_text(Path(letter_tasks[0]).read_text())
     pq.write_table(pa.Table.from_pylist([{"prompt": ROW["prompt"]}]), tmp_path / "plain.parquet")
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
-    rows = {"train_files": [str(tmp_path / "rows.parquet")]}
+    rows = [str(tmp_path / "rows.parquet")]
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: dice.py:Dice}]")
 
     def told(**sections: object) -> str:
@@ -202,10 +202,10 @@ def test_what_train_refuses_before_it_starts_is_found(
     assert told(tasks=letter_tasks) == ""
     assert "no task 'nowhere'" in told(tasks=["nowhere"])
     assert "two tasks are called first" in told(tasks=[letter_tasks[0], str(copy)])
-    assert "data_source" in told(data={"train_files": [str(tmp_path / "plain.parquet")]})
-    assert "there is no file nowhere.py" in told(data=rows, reward={"custom": "nowhere.py:f"})
-    assert "there is no file" in told(data=rows, agent={"tool_file": str(tmp_path / "tools.yaml")})
-    assert "data.eval_files is empty" in told(data=rows, eval={"every_steps": 1})
+    assert "data_source" in told(tasks=[str(tmp_path / "plain.parquet")])
+    assert "there is no file nowhere.py" in told(tasks=rows, reward={"custom": "nowhere.py:f"})
+    assert "there is no file" in told(tasks=rows, agent={"tool_file": str(tmp_path / "tools.yaml")})
+    assert "eval.tasks is empty" in told(tasks=rows, eval={"every_steps": 1})
     assert "rollout.max_prompt_tokens is 2" in told(
         tasks=letter_tasks, rollout={"max_prompt_tokens": 2, "max_completion_tokens": 9}
     )
@@ -214,12 +214,12 @@ def test_what_train_refuses_before_it_starts_is_found(
 def test_a_template_without_a_place_for_tools_is_told_once(tiny_model: Path, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: python}]")
-    sections = {"train_files": [str(tmp_path / "rows.parquet")]}
+    rows = [str(tmp_path / "rows.parquet")]
 
     found = fitness(
         Config.model_validate(
             {
-                "cluster": {"device": "cpu"}, "model": {"path": str(tiny_model)}, "data": sections,
+                "cluster": {"device": "cpu"}, "model": {"path": str(tiny_model)}, "tasks": rows,
                 "agent": {"tool_file": str(tmp_path / "tools.yaml")}, "sandbox": {"max_leases": 64},
                 "rollout": {"max_prompt_tokens": 100, "max_completion_tokens": 100},
             }
@@ -241,7 +241,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
         {
             "cluster": {"device": "cpu"},
             "model": {"path": str(model)},
-            "data": {"train_files": [str(tmp_path / "a.parquet")]},
+            "tasks": [str(tmp_path / "a.parquet")],
         }
     )
 

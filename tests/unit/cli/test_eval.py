@@ -1,4 +1,4 @@
-"""`rayapp eval --model CHECKPOINT`: what is evaluated are the checkpoint's weights, whatever it was saved with."""
+"""`rayapp eval --model CHECKPOINT` evaluates the checkpoint's weights, whatever save_contents was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded(folder: Path) -> Mapping[str, Any]:
 
 
 def checkpoint(run: Path, base: Path, contents: tuple[str, ...] = ("model", "optimizer"), *, drop: str = "") -> Path:
-    """As the learners save it; every weight is that of the base model plus one."""
+    """A checkpoint as the learners save it; every weight is the base model's plus one."""
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -58,7 +58,7 @@ def test_the_weights_of_a_checkpoint_without_a_model_folder_are_made_one(tmp_pat
 
 
 def with_experts(folder: Path, tiny_model: Path) -> Path:
-    """Experts that transformers fuses, and a correction bias that is no parameter."""
+    """A model with experts that transformers fuses, and a correction bias that is not a parameter."""
     import torch
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 

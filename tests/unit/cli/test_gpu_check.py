@@ -1,4 +1,5 @@
-"""`rayapp gpu-check`: what each check makes of its figures, and that a check that fails, dies or hangs is a row.
+"""`rayapp gpu-check`: the verdict of each check on its figures; a check that fails, dies or hangs is a row in the
+table.
 
 The checks that need no engine run for real, on the CPU. All of them together are in the test marked long.
 """
@@ -61,7 +62,7 @@ def test_checks_run_in_processes_of_their_own_and_their_figures_come_back(tmp_pa
 
 
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, deadline_s: float = 60.0) -> GpuCheck:
-    """A check whose process does this."""
+    """A check whose process runs this body."""
     program = tmp_path / "check.py"
     program.write_text(body)
     monkeypatch.setattr("rayapp.cli.gpu_check.command.COMMAND", (sys.executable, str(program)))
@@ -78,7 +79,7 @@ def test_a_check_that_hangs_is_a_row_with_its_last_words(monkeypatch: pytest.Mon
 
 def test_what_a_run_prints_is_there_while_it_still_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = tmp_path / "seen"
-    # It ends when its line has been read, and would never end if lines came with the end.
+    # It ends when its line has been read; if lines came only at the end, it would never end.
     program = (
         f"import os, sys, time\nprint('step 1')\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)\nsys.exit(3)"
     )
@@ -158,7 +159,7 @@ def test_a_run_is_judged_by_its_metrics(changes: dict[str, float], level: str, w
         ({}, ""),
         ({"log_prob_difference": 0.2}, "more than 0.05 from the learner's"),
         ({"log_prob_difference": float("nan")}, "more than 0.05 from the learner's"),
-        ({"freed_gib": -0.1}, "sleeping gave nothing back"),
+        ({"freed_gib": -0.1}, "sleep freed no memory"),
     ],
 )
 def test_an_engine_is_judged_by_its_log_probs_and_by_what_its_sleep_gives_back(

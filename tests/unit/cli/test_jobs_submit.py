@@ -1,4 +1,4 @@
-"""What is checked before a job leaves this machine, and how a run that is told to stop ends."""
+"""Checks before a job leaves this machine, and the end of a run that is told to stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayapp.runs.folder import RunFolder
 
 
 class Status(Enum):
-    """Ray's, in part."""
+    """Part of Ray's job status."""
 
     FAILED = "FAILED"
 
@@ -34,7 +34,7 @@ NOW = datetime(2026, 11, 21, 8, 0, 0, tzinfo=UTC)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with a config that may leave it."""
+    """A current folder with a config that may be submitted."""
     monkeypatch.chdir(tmp_path)
     config = {"run": {"name": "a", "output_dir": "/var/outputs"}, "model": {"path": "hub/model"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -178,7 +178,7 @@ class Learners:
 
 
 async def stopped(folder: RunFolder, version: int) -> None:
-    """A run that is cancelled after `version` steps."""
+    """Run that is cancelled after `version` steps."""
     store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=version, num_groups=10)
 
     async def train() -> None:

@@ -44,7 +44,7 @@ Manifest = dict[str, Any]
 
 @cache
 def crd(name: str, version: str) -> Any:
-    """What validates against a CRD; its schema, megabytes of it, is checked once."""
+    """Return a validator for a CRD; its schema, several megabytes, is checked once."""
     made = yaml.load(gzip.decompress((CRDS / f"{name}.yaml.gz").read_bytes()), Loader=yaml.CSafeLoader)
     schema = hardened(next(v["schema"]["openAPIV3Schema"] for v in made["spec"]["versions"] if v["name"] == version))
     validator = jsonschema.validators.validator_for(schema)
@@ -53,7 +53,7 @@ def crd(name: str, version: str) -> Any:
 
 
 def hardened(schema: Any) -> Any:
-    """The schema with every object that lists its fields closed, and int-or-string made a real choice."""
+    """Return the schema with every object that lists its fields closed, and int-or-string as a real choice."""
     if isinstance(schema, list):
         return [hardened(item) for item in schema]
     if not isinstance(schema, dict):
@@ -61,14 +61,14 @@ def hardened(schema: Any) -> Any:
     if schema.get("x-kubernetes-int-or-string"):
         return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     result = {key: hardened(value) for key, value in schema.items()}
-    # `properties` may itself be the name of a field: it closes the object only where it stands beside a type.
+    # `properties` may itself be the name of a field: close the object only if `type` is beside it.
     if isinstance(result.get("properties"), dict) and "type" in result and "additionalProperties" not in result:
         result["additionalProperties"] = bool(result.get("x-kubernetes-preserve-unknown-fields"))
     return result
 
 
 def validate(document: Manifest) -> None:
-    """Raise unless an API server would take the document and keep every field of it."""
+    """Raise unless an API server would accept the document and keep every field."""
     match document["apiVersion"], document["kind"]:
         case "ray.io/v1", "RayJob":
             crd("ray.io_rayjobs", "v1").validate(document)
@@ -179,7 +179,7 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         validate(sandboxes)
 
 
-# --- values that can't be
+# --- values that can't work
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_sandboxes_reach_nothing_and_only_the_manager_reaches_them() -> None:
         assert selected.items() <= template["metadata"]["labels"].items()
     assert denies["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert denies["spec"]["ingress"] == denies["spec"]["egress"] == []
-    # Policies add up: this one may open nothing but the manager's way in.
+    # Policies add up: this one may allow only the manager.
     assert allows["spec"]["policyTypes"] == ["Ingress"]
     assert "egress" not in allows["spec"]
     [peer] = allows["spec"]["ingress"][0]["from"]
@@ -372,7 +372,7 @@ def test_nothing_is_installed_when_a_pod_starts() -> None:
 
 
 def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
-    # Mistakes that no other test of this file is about.
+    # Mistakes that no other test of this file covers.
     for name in CONFIGS:
         for document in documents(dict(example(name))):
             assert not list(nulls(document)), "an empty `annotations:` is null, which the API server refuses"
@@ -392,7 +392,7 @@ def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
 
 
 def nulls(value: Any, path: str = "") -> Iterator[str]:
-    """Paths of every null."""
+    """Yield the path of every null."""
     if value is None:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -417,7 +417,7 @@ def dataset_job(values: Manifest) -> Manifest:
 
 
 def environment(container: Manifest) -> dict[str, str]:
-    """Plain values, and for those from the Secret its key."""
+    """Return plain values, and for values from the Secret their key."""
     return {e["name"]: e.get("value") or e["valueFrom"]["secretKeyRef"]["key"] for e in container["env"]}
 
 
@@ -444,7 +444,7 @@ def test_dataset_job_writes_a_bucket_by_its_own_api_with_the_secrets_keys() -> N
 
 @pytest.mark.timeout(600)
 def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) -> None:
-    # In place of the hub, which is out of reach here: the problems that ship.
+    # The shipped problems replace the hub, which can't be reached here.
     claim = {"storage": {"data": {"kind": "claim", "claimName": "c", "mountPath": str(tmp_path / "data")}}}
     made = dataset_job(merged(claim, {"dataset": {"source": "library", "revision": ""}}))
     [mount] = made["volumeMounts"]

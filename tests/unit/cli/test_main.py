@@ -62,7 +62,7 @@ def test_config_show_prints_yaml_that_loads(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def failing_command():  # type: ignore[no-untyped-def]
-    """A command that raises what the test puts into the list."""
+    """A command that raises the exceptions in the list."""
     raised: list[BaseException] = []
 
     def fail() -> None:

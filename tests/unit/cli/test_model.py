@@ -1,4 +1,4 @@
-"""`rayapp models check` says what holds of a family, and what does not."""
+"""`rayapp models check` reports which checks a family passes."""
 
 from __future__ import annotations
 

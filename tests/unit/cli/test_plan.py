@@ -1,4 +1,4 @@
-"""`rayapp plan` and the same questions to `rayapp doctor`: what they plan for, and what they need to be given."""
+"""`rayapp plan`, and the same checks in `rayapp doctor`: what they plan, and the input that they need."""
 
 from __future__ import annotations
 

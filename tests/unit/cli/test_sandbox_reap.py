@@ -1,4 +1,4 @@
-"""`rayapp sandbox reap` against E2B's protocol on loopback: what it ends, what it prints, how it exits."""
+"""`rayapp sandbox reap` against E2B's protocol on loopback: the sandboxes that it ends, its output, its exit codes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_nothing_to_end_is_said_and_no_failure(config: str, capsys: pytest.Captu
 def test_a_sandbox_that_cannot_be_ended_is_named_and_exits_with_1(
     stub: E2BStub, config: str, sandboxes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # One failure for each attempt that the SDK makes by itself, and then some.
+    # More failures than the SDK's own attempts.
     stub.faults.next("kill", *["500"] * 10)
 
     assert run(["sandbox", "reap", "--config", config, "--run", "other"]) == 1

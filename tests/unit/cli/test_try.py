@@ -1,4 +1,4 @@
-"""`rayapp try reward` and `rayapp try tool`: what they say is what training would."""
+"""`rayapp try reward` and `rayapp try tool` report the same as training would."""
 
 from __future__ import annotations
 

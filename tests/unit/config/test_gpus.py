@@ -1,4 +1,4 @@
-"""How many GPUs a config needs, for whom, and in what words."""
+"""Number of GPUs that a config needs, for which processes, and the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a run serves beside its policy: who asks them, what they take, and configurations that can't work."""
+"""Models that a run serves beside its policy: their clients, their memory, and configurations that can't work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The list `sources`: what a source leaves out is the run's, and what it can't have is refused with the way out."""
+"""The list `sources`: a source inherits the keys that it omits, and keys that it can't have are refused with the way
+out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.config.config import sources_of
+from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, RunFolderError
 from rayapp.runs.compatibility import check_same_training
@@ -16,10 +17,10 @@ from rayapp.runs.compatibility import check_same_training
 CODE: dict[str, Any] = {"name": "code", "ratio": 3, "tasks": ["sort_numbers"], "rollout": {"max_completion_tokens": 96}}
 ROWS: dict[str, Any] = {
     "name": "rows",
-    "data": {"train_files": ["a.parquet"], "eval_files": ["b.parquet"], "max_eval_rows": 4},
+    "tasks": ["a.parquet"],
     "agent": {"tool_file": "tools.yaml"},
     "reward": {"method": "flexible"},
-    "eval": {"samples_per_task": 2},
+    "eval": {"tasks": ["b.parquet"], "max_problems": 4, "samples_per_task": 2},
 }
 RUN = {"agent": {"max_assistant_turns": 3}, "reward": {"format_weight": 0.2}, "data": {"shuffle": False}}
 
@@ -35,8 +36,10 @@ def test_a_source_has_its_own_settings_and_else_the_runs(tmp_path: Path) -> None
 
     assert (code.name, code.ratio, code.config.tasks, code.config.uses_data) == ("code", 3.0, ("sort_numbers",), False)
     assert (code.config.rollout.max_completion_tokens, code.config.eval.samples_per_task) == (96, 16)
-    assert (rows.name, rows.ratio, rows.config.tasks, rows.config.uses_data) == ("rows", 1.0, (), True)
+    assert (rows.name, rows.ratio, rows.config.tasks, rows.config.uses_data) == ("rows", 1.0, ("a.parquet",), True)
     assert (rows.config.rollout.max_completion_tokens, rows.config.eval.samples_per_task) == (256, 2)
+    assert (rows.config.eval.tasks, rows.config.eval.max_problems) == (("b.parquet",), 4)
+    assert (code.config.agent_name, rows.config.agent_name) == ("single_turn_agent", "tool_agent")
     assert (rows.config.agent.tool_file, rows.config.agent.max_assistant_turns) == ("tools.yaml", 3)
     assert (rows.config.reward.method, rows.config.reward.format_weight) == ("flexible", 0.2)
     assert (code.config.reward.method, code.config.agent.tool_file) == ("strict", "")
@@ -64,22 +67,25 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ratio": 0}, "sources[0].ratio = 0: must be a number, above 0.0"),
-        ({"ratio": -1}, "sources[0].ratio = -1: must be a number, above 0.0"),
+        ({"ratio": 0}, "sources[0].ratio = 0: must be a number, above 0"),
+        ({"ratio": -1}, "sources[0].ratio = -1: must be a number, above 0"),
         ({"ratio": float("inf")}, "sources[0].ratio = inf: must be a number"),
-        ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, of the form"),
+        ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, 1 to 63 letters"),
         ({"ratios": 2}, "unknown key sources[0].ratios; did you mean sources.ratio?"),
         ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
         (
-            {"agent": {"default_agent": "x"}},
-            "sources[0].agent.default_agent: 'x' is unknown. It is one of tool_agent",
+            {"agent": {"name": "x"}},
+            "sources[0].agent.name: 'x' is unknown. It is one of auto, tool_agent",
         ),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tasks are played in one turn"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be a source's own: learners"),
         ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, which its processes are laid"),
         ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, but the run's is 300, which its"),
-        ({"tasks": []}, "sources[0] (code) has neither tasks nor data.train_files"),
-        ({"data": {"train_files": ["x"]}}, "sources[0] (code) has both tasks and data files: make it two."),
+        ({"tasks": []}, "sources[0] (code) has no tasks"),
+        (
+            {"eval": {"tasks": ["x.parquet"]}},
+            "sources[0] (code): data files (x.parquet) and other tasks (sort_numbers) can't",
+        ),
     ],
 )
 def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -94,15 +100,53 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, CODE, CODE))
 
 
-@pytest.mark.parametrize("section", [{"tasks": ["sort_numbers"]}, {"data": {"train_files": ["a.parquet"]}}])
+@pytest.mark.parametrize("section", [{"tasks": ["sort_numbers"]}, {"eval": {"tasks": ["a.parquet"]}}])
 def test_the_short_forms_are_not_given_beside_sources(tmp_path: Path, section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="are short for a run with one source"):
+    with pytest.raises(ConfigError, match="is short for a run with one source"):
         load_config(write(tmp_path, CODE, **section))
 
 
 def test_tasks_beside_data_files_are_shown_how_to_be_mixed() -> None:
-    with pytest.raises(ConfigError, match=r"`sources: \[\{name: code, ratio: 1, tasks:"):
-        load_config(None, ["tasks=[sort_numbers]", "data.train_files=[a.parquet]"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["tasks=[sort_numbers, a.parquet]", "eval.tasks=[b.parquet]"])
+
+    shown = str(caught.value).split("`")[1]
+    code, rows = sources_of(Config.model_validate(yaml.safe_load(shown)))
+    assert (code.config.tasks, code.config.eval.tasks) == (("sort_numbers",), ())
+    assert (rows.config.tasks, rows.config.eval.tasks) == (("a.parquet",), ("b.parquet",))
+
+
+def test_a_run_on_tasks_cannot_evaluate_data_files() -> None:
+    with pytest.raises(ConfigError, match=r"data files \(b\.parquet\) and other tasks \(sort_numbers\).*rayapp eval"):
+        load_config(None, ["tasks=[sort_numbers]", "eval.tasks=[b.parquet]"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train_files=[a.parquet]", "data.train_files is now called tasks"),
+        ("data.eval_files=[]", "data.eval_files is now called eval.tasks"),
+        ("data.max_eval_rows=3", "data.max_eval_rows is now called eval.max_problems"),
+        ("agent.task_agent=tool_agent", "agent.task_agent is now called agent.name"),
+        ("agent.agent_name=tool_agent", "agent.agent_name is now called agent.name"),
+        ("sources[0].data.train_files=[a]", "sources[0].data.train_files is now called sources[0].tasks"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_told_with_its_name_now(tmp_path: Path, override: str, said: str) -> None:
+    path = write(tmp_path, CODE)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+
+    assert str(caught.value) == f"{path}: {said}"
+
+
+def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    stored = tmp_path / "config.yaml"
+    stored.write_text(yaml.safe_dump({"data": {"train_files": ["a.parquet"]}, "train": {"num_steps": 3}}))
+
+    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: go on"):
+        check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
 
 
 def test_a_punishment_of_length_leaves_the_shortest_source_room(tmp_path: Path) -> None:
@@ -116,7 +160,7 @@ def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_r
     path = write(tmp_path, CODE, ROWS)
 
     check_same_training(load_config(path, ["sources[1].eval.samples_per_task=8"]), stored)
-    check_same_training(load_config(path, ["sources[1].data.max_eval_rows=2"]), stored)
+    check_same_training(load_config(path, ["sources[1].eval.max_problems=2"]), stored)
     with pytest.raises(RunFolderError, match=r"sources\[0\]\.ratio: 3\.0 before, 1\.0 now"):
         check_same_training(load_config(path, ["sources[0].ratio=1"]), stored)
 

@@ -1,4 +1,4 @@
-"""verl configurations: the whole job of the first seed, its YAML and every override, and what is refused."""
+"""verl configurations: the whole job of the first seed, its YAML and every override, and refused keys."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ actor_rollout_ref.actor.checkpoint.save_contents='["hf_model", "model"]'
 trainer.total_epochs=1
 """
 
-ACC = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc"
 TEACHER = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=models/teacher"
 
 
@@ -98,7 +97,7 @@ def seed_yaml(tmp_path: Path) -> Path:
 
 
 def imported(path: Path, *more: str) -> Imported:
-    """The seed's job; the shell takes the quotes away, as it does for the entrypoint."""
+    """Import the seed's job; the shell removes the quotes, as it does for the entrypoint."""
     return import_verl(path, [*shlex.split(OVERRIDES), *more])
 
 
@@ -106,9 +105,8 @@ def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
     config = imported(seed_yaml).config
 
     assert config.model.path == "/var/model/Qwen2.5-3B-Instruct"
-    assert config.data.train_files == ("/var/model-dataset/processed-gsm8k/train20.parquet",)
-    assert config.data.eval_files == ("/var/model-dataset/processed-gsm8k/test100.parquet",)
-    assert config.tasks == ()
+    assert config.tasks == ("/var/model-dataset/processed-gsm8k/train20.parquet",)
+    assert config.eval.tasks == ("/var/model-dataset/processed-gsm8k/test100.parquet",)
     assert (config.rollout.group_size, config.train.groups_per_step) == (16, 16)
     assert config.train.num_minibatches == 2  # 16 prompts in mini-batches of 8
     assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 1024)
@@ -129,7 +127,7 @@ def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_
 
     assert config.tracking.trackers == ("console", "mlflow", "jsonl")
     assert config.tracking.trace_ratio == 1.0
-    assert config.agent.default_agent == "single_turn_agent"
+    assert config.agent.name == "single_turn_agent"
 
 
 def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> None:
@@ -151,7 +149,7 @@ def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> No
     config = imported(seed_yaml).config
 
     assert config.learner.optimizer.weight_decay == 0.01
-    assert (config.eval.temperature, config.eval.samples_per_task) == (0.0, 1)
+    assert (config.eval.temperature, config.eval.top_p, config.eval.samples_per_task) == (0.0, 1.0, 1)
     assert config.eval.before_training
     assert config.agent.max_tool_output_chars == 256
 
@@ -189,9 +187,14 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("algorithm.adv_estimator=gae", "critic"),
         ("actor_rollout_ref.rollout.n=1", r"Set actor_rollout_ref\.rollout\.n=8"),
         ("~data.seed", "key=value"),
-        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=len", "compared by their rewards"),
-        (f"{ACC} reward_model.overlong_buffer.enable=True", "overlong_buffer.enable makes them differ from acc"),
         ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
+        ("reward_model.reward_manager=batch custom_reward_function.path=r.py", "one answer at a time"),
+        ("custom_reward_function.reward_kwargs.a=3", "bind arguments"),
+        ("data.apply_chat_template_kwargs.a=[1]", "must be a text, a number"),
+        ("data.custom_cls.path=a.py", "verl's own parquet schema"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "tools are the only ones"),
+        ("actor_rollout_ref.model.override_config.vocab_size=3", "a copy of the model"),
+        ("trainer.resume_mode=resume_path", "known here are: auto, disable"),
         ("reward.reward_kwargs.temper=3", "no reward here takes it"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
@@ -217,7 +220,6 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("data.train_files=null", "data.train_files is not set"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
-        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "Give the upper bound alone"),
         ("actor_rollout_ref.actor.optim.lr=null", r"optim\.lr = None can't be imported"),
         ("trainer.save_freq=often", r"save_freq = 'often' can't be imported"),
     ],
@@ -299,8 +301,52 @@ def test_dapo_comes_over(seed_yaml: Path) -> None:
     assert config.algorithm.clip_ratio_high == 0.28
 
 
-def test_groups_compared_by_accuracy_are_compared_by_rewards_that_are_right_or_wrong(seed_yaml: Path) -> None:
-    assert imported(seed_yaml, *ACC.split()).config.algorithm.dynamic_sampling.enabled
+@pytest.mark.parametrize(("metric", "ours"), [("acc", "acc"), ("score", "score"), ("seq_reward", ""), ("reward", "")])
+def test_groups_are_compared_by_the_term_that_verl_compares(seed_yaml: Path, metric: str, ours: str) -> None:
+    name = f"algorithm.filter_groups.metric={metric}"
+    section = imported(seed_yaml, "algorithm.filter_groups.enable=True", name).config.algorithm.dynamic_sampling
+    assert (section.enabled, section.metric) == (True, ours)
+
+
+def test_evaluation_samples_as_in_verl_whose_agent_loops_do_not_read_do_sample(seed_yaml: Path) -> None:
+    kwargs = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "n": 4, "do_sample": False}
+    overrides = [f"actor_rollout_ref.rollout.val_kwargs.{name}={value}" for name, value in kwargs.items()]
+
+    found = imported(seed_yaml, *overrides).config.eval
+
+    assert (found.temperature, found.top_p, found.top_k, found.samples_per_task) == (0.6, 0.95, 0, 4)
+
+
+def test_what_verl_tells_the_template_and_the_model_comes_over(seed_yaml: Path) -> None:
+    config = imported(
+        seed_yaml,
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+        "+actor_rollout_ref.model.override_config.max_position_embeddings=32768",
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.",
+        "actor_rollout_ref.actor.kl_loss_type=k3+",
+    ).config
+
+    assert config.agent.chat_template_kwargs == {"enable_thinking": False}
+    assert (config.model.max_position_embeddings, config.algorithm.kl_loss_type) == (32768, "k3+")
+
+
+@pytest.mark.parametrize(("threshold", "ours"), [("0.5_5.0", (0.5, 5.0)), ("2", (None, 2.0))])
+def test_two_bounds_drop_weights_outside_of_them_as_in_verl(
+    seed_yaml: Path, threshold: str, ours: tuple[float | None, float]
+) -> None:
+    section = "algorithm.rollout_correction"
+    found = imported(seed_yaml, f"{section}.rollout_is=token", f"{section}.rollout_is_threshold={threshold}")
+    correction = found.config.algorithm.rollout_correction
+    assert (correction.min_weight, correction.threshold) == ours
+
+
+@pytest.mark.parametrize(("assistant", "user", "ours"), [(5, 3, 4), (3, 16, 3), ("null", 8, 9), ("null", "null", 32)])
+def test_answers_of_tools_limit_turns_as_in_verl(
+    seed_yaml: Path, assistant: int | str, user: int | str, ours: int
+) -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    found = imported(seed_yaml, f"{turns}.max_assistant_turns={assistant}", f"{turns}.max_user_turns={user}")
+    assert found.config.agent.max_assistant_turns == ours
 
 
 @pytest.mark.parametrize(("fsdp_size", "replicas"), [("-1", 1), ("8", 1), ("16", 1), ("2", 4)])
@@ -317,7 +363,7 @@ def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> No
     dumped = imported(
         seed_yaml, f"{loss}.loss_mode=sapo", f"{loss}.clip_cov_lb=0.5", "actor_rollout_ref.actor.tau_pos=2.0"
     ).config
-    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump of verl's has those of all losses
+    assert dumped.algorithm.policy_loss_options == {"tau_pos": 2.0}  # a dump has the keys of all losses
 
 
 def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
@@ -330,7 +376,7 @@ def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
 
 def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
     required = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.name=vllm"]
-    named = ["data.train_files=/a", "data.val_files=/b", "actor_rollout_ref.model.path=/m"]
+    named = ["data.train_files=/a.parquet", "data.val_files=/b.parquet", "actor_rollout_ref.model.path=/m"]
     steps = ["trainer.total_training_steps=3", "trainer.logger=[console]"]
 
     rows = import_verl(verls_own_file(), [*required, *named, *steps]).rows
@@ -376,7 +422,7 @@ def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFix
     assert run(["config", "import-verl", *shlex.split(SCRIPT)]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
 
-    assert config["data"]["train_files"] == ["/data/train.parquet"]
+    assert config["tasks"] == ["/data/train.parquet"]
     assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
     assert run(["train", "--verl", "algorithm.adv_estimator=grpo"]) == 2
     assert "data.train_files is not set" in capsys.readouterr().err

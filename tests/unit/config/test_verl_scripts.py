@@ -1,4 +1,4 @@
-"""Launch scripts and commands of verl: read, never run, and taken or refused in one message."""
+"""verl's launch scripts and commands are read, never run, and imported or refused with one message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED = {
     "v_rollout_correction__run_qwen2_5_7b_fsdp": "a group needs at least 2",
     "v_rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": "a group needs at least 2",
 }
-"""Commands that can't be taken, with their reason: 19 of 29 are."""
+"""Commands that can't be imported, with the reason: 19 of 29 can be."""
 
 SCRIPT = r"""#!/usr/bin/env bash
 # don't mind the apostrophe
@@ -181,7 +181,7 @@ def test_verls_own_files_are_taken(name: str) -> None:
             "actor_rollout_ref.rollout.n=8",
             "actor_rollout_ref.rollout.name=vllm",
             "actor_rollout_ref.model.path=m",
-            "data.train_files=a",
+            "data.train_files=a.parquet",
             "trainer.total_training_steps=3",
         ],
     )

@@ -80,7 +80,7 @@ except KeyboardInterrupt:
 
 @contextmanager
 def started(*, ignoring: tuple[signal.Signals, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A driver that waits for a line, started as `nohup` or a script's `&` would."""
+    """A driver that waits for a line, started as by `nohup` or a script's `&`."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignoring}
     command = [sys.executable, "-c", RUN]
     try:
@@ -163,7 +163,7 @@ async def test_a_run_that_is_told_to_stop_and_loses_its_learners_does_not_start_
         begun.set()
         try:
             await asyncio.Event().wait()
-        finally:  # what a task group does whose other task fails while it is cancelled
+        finally:  # as a task group does if another task fails while it is cancelled
             raise LearnersLostError("learner-1 is gone")
 
     monkeypatch.setattr(loop, "train", lose_them)

@@ -1,4 +1,4 @@
-"""What a large library's import must not do, and what it must leave as it was."""
+"""Importing a large library must not load unused packages, and must leave the process as it was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_large_import_goes_without_the_collector_and_what_nothing_uses_and_lea
         assert not utils.is_sklearn_available()
         assert not utils.is_scipy_available()
         assert not gc.isenabled()
-        importlib.import_module("json")  # was there before
+        importlib.import_module("json")  # it was imported before
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("this")
     assert (utils.is_sklearn_available(), utils.is_scipy_available()) == before
@@ -30,7 +30,7 @@ def test_a_large_import_goes_without_the_collector_and_what_nothing_uses_and_lea
 
 
 def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a_use_for_them() -> None:
-    # What the driver spawns included: Ray needs the class.
+    # Modules that the driver spawns count too: Ray needs the class.
     spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_pool"
     program = f"import sys, rayapp.driver.loop, {spawned}; print({{'mcp', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

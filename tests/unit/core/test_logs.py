@@ -22,13 +22,13 @@ STEP = {"reward/mean": 0.5, "learner/entropy": float("nan"), "timing_s/step": 2.
 
 @pytest.fixture
 def lines() -> Iterator[Any]:
-    """A logger as a process of run `seed0` has it, and a function that gives its lines."""
+    """Yield a logger as in a process of run `seed0`, and a function that returns its lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     handler.addFilter(Labels("seed0"))
     root = logging.getLogger()
-    # Alone: other tests' processes may have labelled pytest's handlers, and the first label stays on a line.
+    # Detach pytest's handlers: other tests may have labelled them, and the first label stays on a line.
     before, root.handlers[:] = (list(root.handlers), root.level), [handler]
     root.setLevel(logging.INFO)
     try:
@@ -40,7 +40,7 @@ def lines() -> Iterator[Any]:
 
 @pytest.fixture
 def untouched_loggers() -> Iterator[None]:
-    """Handlers and levels as they were."""
+    """Restore handlers and levels afterwards."""
     loggers = [logging.getLogger(), logging.getLogger("rayapp")]
     before = [(list(logger.handlers), logger.level) for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Servers and learners divide the cores among themselves, and with each other where both compute at once."""
+"""Servers and learners share the cores with their kind, and with each other if both compute at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was freed goes back to the system."""
+"""Freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MIB = 2**20
 
 
 def test_memory_that_a_thread_freed_is_given_back() -> None:
-    # 64 MiB in blocks that are too small for a mapping of their own (128 KiB), all but the last of them freed: that one
-    # keeps the pool from shrinking by itself.
+    # 64 MiB in blocks too small for mmap (128 KiB), all but the last of them freed: the last one keeps the pool from
+    # shrinking by itself.
     kept: list[bytearray] = []
 
     def allocate() -> None:

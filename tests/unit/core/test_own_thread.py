@@ -1,4 +1,4 @@
-"""Work in a thread of its own: its result, its error, and that nobody goes on before it has ended."""
+"""Work in its own thread: its result, its error, and that the caller waits for its end."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_stop_in_a_notebook_ends_the_work_and_comes_out_when_that_has_ended(nu
 
 
 def test_a_stop_that_does_not_wake_who_waits_is_noticed_within_a_second() -> None:
-    # As the system does, rarely, to one that comes in the instant before the wait: it interrupts no sleep.
+    # A signal in the instant before the wait interrupts no sleep: this is rare, so the test sends one there.
     stops_itself = "time.sleep(0.2); signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
     program = PROGRAM.replace('print("ready", flush=True)', f'print("ready", flush=True); {stops_itself}')
     command = [sys.executable, "-c", "import signal, threading, time" + program]

@@ -1,4 +1,4 @@
-"""Work that does not get on is noticed, whatever the process answers; idle time, slow work and long work are not."""
+"""Stalled work is noticed even if the process answers; idle time, slow work and long work are no stall."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_work_of_which_nothing_moves_is_a_stall_and_the_error_says_how_much_for_
         clock.now_s += 59.0
         check(in_hand)
         clock.now_s += 2.0
-        with pytest.raises(StalledError, match="none of the 2 requests it has in hand got on for 61 s"):
+        with pytest.raises(StalledError, match="none of the 2 requests in progress advanced for 61 s"):
             check(in_hand)
 
 
@@ -77,6 +77,6 @@ def test_one_piece_past_its_deadline_is_a_stall_whatever_the_others_do(clock: Cl
         with in_hand.one():
             in_hand.check_ends(300.0, who="rollout-worker-0", work="groups")
         clock.now_s += 1.0
-        with pytest.raises(StalledError, match="one of the 1 groups it has in hand has not ended after 300 s"):
+        with pytest.raises(StalledError, match="one of the 1 groups in progress has not ended after 300 s"):
             in_hand.check_ends(300.0, who="rollout-worker-0", work="groups")
     in_hand.check_ends(300.0, who="rollout-worker-0", work="groups")

@@ -1,4 +1,4 @@
-"""What a model, a tool or a service wrote can't steer the terminal of the person who reads about it."""
+"""Text from a model, a tool or a service can't control the terminal of the person who reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = r"\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2028\ud800\x7f"
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What a logger of the product writes, in a process that was started as a run's are."""
+    """Output of a product logger, in a process started as in a run."""
     make = logging.getLogRecordFactory()
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)

@@ -1,6 +1,7 @@
-"""Every command of README.md and docs/*.md: read by the program's own parser, and run here or by the test named.
+"""Every command of README.md and docs/*.md: parsed by the program's own parser, and run here or by the named test.
 
-What can't be run here says why: it needs a cluster, a key, a GPU, or a network. A command without either fails.
+A command that can't run here names the reason: a cluster, a key, a GPU, or a network. A command without a test or a
+reason fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PLACES = {
     "NAME": "coding_cpu",
     "FILE": "configs/coding_cpu.yaml",
 }
-"""What stands for a name that the reader puts in."""
+"""Values for the placeholders that a reader fills in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +93,11 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """What becomes of a command that begins so."""
+    """How a command that begins with this text is checked."""
 
     begins: str
     test: str = ""
-    """The test that runs it with arguments of its own."""
+    """Test that runs it with its own arguments."""
     why_not: str = ""
 
 
@@ -109,6 +110,7 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="rayapp serve", test="tests/e2e/test_serve.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
+    How(begins="rayapp config show mine.yaml", test="tests/unit/docs/test_tutorial.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp plugins", test="tests/unit/api/test_plugins.py"),
     How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
@@ -164,7 +166,7 @@ ELSEWHERE = (
 
 
 def _arguments(command: Documented) -> list[str] | None:
-    """What our program gets; None for commands of others."""
+    """Return the arguments of our program; None for other programs' commands."""
     words = list(command.words)
     if words[0] == "rayapp":
         return words[1:]
@@ -176,7 +178,7 @@ COMMANDS = documented()
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like the checkout, where commands may write: the run `outputs/coding_cpu` is in it."""
+    """A folder like the checkout that commands may write to: it holds the run `outputs/coding_cpu`."""
     from support.synthetic_run import write_run
 
     for name in ("configs", "rayapp"):
@@ -194,7 +196,7 @@ HERE: dict[str, Callable[[Path], bool]] = {
         lambda desk: (desk / "data/gsm8k/train.parquet").is_file()
     ),
 }
-"""Run by this test, with what must be true then."""
+"""Commands that this test runs, with the condition that must hold afterwards."""
 
 
 @pytest.mark.parametrize("line", HERE)
@@ -222,7 +224,7 @@ def test_every_entry_is_of_a_command_that_a_guide_has() -> None:
 
 
 def _end(how: How) -> str:
-    """A folder or a package is the beginning of a word; anything else ends with one."""
+    """Return the end of the pattern: the name of a folder or package may continue, any other word must end."""
     return "" if how.begins.endswith(("/", ".")) else " "
 
 
@@ -243,7 +245,7 @@ def test_every_command_of_ours_is_one_that_the_program_reads(command: Documented
 
 
 def _is_a_name(command: Documented) -> bool:
-    """True for `rayapp view` in a sentence: it names a command and is none."""
+    """True for `rayapp view` in a sentence, which names a command and is not one."""
     words = command.words
     return words[0] in {"rayapp", "ray"} and len(words) <= 3 and not any("." in word or "=" in word for word in words)
 
@@ -255,7 +257,7 @@ def program() -> click.Command:
 
 
 def parse(arguments: list[str]) -> click.Context:
-    """The command's own context, as click makes it. Raises click.UsageError; runs nothing."""
+    """Return the command's context, as click makes it. Raises click.UsageError; runs nothing."""
     command = program()
     context: click.Context | None = None
     name = "rayapp"
@@ -269,7 +271,7 @@ def parse(arguments: list[str]) -> click.Context:
 
 
 def check_configuration(context: click.Context) -> None:
-    """The files that a command names are there, and the keys that it sets are ours."""
+    """Check that the files in a command exist, and that the keys it sets are keys of ours."""
     overrides, config = context.params.get("overrides"), context.params.get("config")
     if overrides is None or context.params.get("verl"):
         return  # no configuration of ours; verl's keys are in tests/unit/config/test_verl.py

@@ -1,4 +1,4 @@
-"""What the guides claim and can be checked without a run: messages and keys that exist, files that are there."""
+"""Claims of the guides that can be checked without a run: messages and keys exist, linked files exist."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
 OTHERS = {"data.train_batch_size", "run.config", "algorithm.rollout_correction"}
-"""Of verl, of the Helm chart, or a whole section."""
+"""Keys of verl, of the Helm chart, or whole sections."""
 
 
 @cache
 def texts_of_the_code() -> str:
-    """Every text in the code, with … for what is filled in; adjacent ones are one, as Python joins them."""
+    """Return every text in the code, with … for filled-in values; adjacent texts are joined, as Python does."""
     found: list[str] = []
     for folder in ("rayapp", "actors"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -72,7 +72,7 @@ def test_every_key_of_ours_that_a_guide_names_is_one(guide: str) -> None:
     known = keys(Config)
     sections = {key.split(".")[0] for key in known}
     text = (DOCS / guide).read_text()
-    if guide.startswith("migrate"):  # the first column has the keys of others
+    if guide.startswith("migrate"):  # the first column has the other trainer's keys
         text = "\n".join(row.split(" | ")[1] for row in text.splitlines() if row.count(" | ") >= 1)
     named = {
         name
@@ -145,7 +145,7 @@ def test_no_link_is_dead_and_none_leads_off_the_site(page: Path) -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as the site and GitHub make them."""
+    """Return the anchors of a page's headings, as the site and GitHub make them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""docs/models.md says what `rayapp models check` has found."""
+"""docs/models.md shows the results of `rayapp models check`."""
 
 from __future__ import annotations
 

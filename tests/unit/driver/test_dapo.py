@@ -67,7 +67,7 @@ def test_all_of_it_is_off_by_default() -> None:
         ([0.0, 1.0], None, True),
         ([1.0, 1.0], None, False),
         ([0.0, 0.0], None, False),
-        ([0.5, 0.5, 0.0], [True, True, False], False),  # the third's 0 is nobody's verdict
+        ([0.5, 0.5, 0.0], [True, True, False], False),  # the third's 0 is not a verdict
         ([0.5, 0.0], [True, False], True),  # one valid: a failure, which has its own budget
         ([0.0, 0.0], [False, False], True),
     ],
@@ -76,6 +76,25 @@ def test_a_group_has_a_signal_unless_its_valid_rewards_are_equal(
     rewards: list[float], valid: list[bool] | None, *, expected: bool
 ) -> None:
     assert has_signal(summary_of(0, rewards, valid)) is expected
+
+
+def summary_with_terms(*terms: dict[str, float], reward: float = 1.0, status: str = "scored") -> GroupSummary:
+    each = (trajectory(2, Reward(value=reward, terms=part, status=status)) for part in terms)
+    return summarize_group(group_of(*each), time_total_s=0.0)
+
+
+def test_groups_are_compared_by_the_term_that_is_named() -> None:
+    differs = summary_with_terms({"score": 1.0, "acc": 1.0}, {"score": 1.0, "acc": 0.0})
+    assert has_signal(differs, "acc")
+    assert not has_signal(differs, "score")
+    assert not has_signal(differs)
+    assert has_signal(summary_with_terms({"score": 1.0}, {"score": 0.0}), "acc"), "a number alone is its acc"
+    assert not has_signal(summary_with_terms({}, {}, status="no_code"), "acc"), "no answer could be scored"
+
+
+def test_a_term_that_rewards_do_not_have_ends_the_run_with_those_that_they_have() -> None:
+    with pytest.raises(TrainingAbortedError, match=r"metric is 'accuracy', but rewards of t have the terms .*score"):
+        has_signal(summary_with_terms({"score": 1.0}, {"score": 0.0}), "accuracy")
 
 
 @settings(max_examples=60, deadline=None)
@@ -191,7 +210,7 @@ def test_prompts_that_agents_write_are_no_part_of_the_length_and_each_branch_is_
         {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
     )
     played = replace(trajectory(1000, Reward(value=1.0)), response_mask=np.arange(1001) >= 900)
-    # Two conversations of 900 tokens that are read and 50 that are sampled each: the second begins anew.
+    # Two conversations, each with 900 prompt tokens and 50 sampled ones: the second begins after -1.
     forked = replace(
         trajectory(1899, Reward(value=1.0)),
         response_mask=np.arange(1900) % 950 >= 900,

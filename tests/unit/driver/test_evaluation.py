@@ -1,4 +1,4 @@
-"""Evaluations in the middle of a run: as slow as they honestly are, and whole when processes are lost."""
+"""Evaluations in the middle of a run: slow ones are allowed, and lost processes lose no prompt."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Worker:
         return summarize_group(group, time_total_s=0.0), group
 
     async def settled(self) -> None:
-        """As the supervisor: whoever was lost is back."""
+        """Return at once, as the supervisor does when all members are back."""
         await asyncio.sleep(0)
         self.num_settled += 1
 

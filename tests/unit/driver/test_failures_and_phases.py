@@ -1,4 +1,4 @@
-"""When a run stops for too many failed rollouts, and where a step's seconds are booked."""
+"""When a run stops for too many failed rollouts, and how a step's seconds are attributed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def group_of(request: GroupRequest) -> Group:
 
 
 class Worker:
-    """Ends a group a few turns of the loop after it began, and remembers how many it had at once."""
+    """Ends a group a few turns of the loop after its start, and records how many it had at once."""
 
     name = "rollout-worker-0"
 

@@ -1,4 +1,4 @@
-"""What a replay reads, refuses and compares; that it repeats a run is tested in tests/e2e/test_resume.py."""
+"""What a replay reads, refuses and compares; tests/e2e/test_resume.py tests that it repeats a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_bit_is_a_difference_and_a_clock_is_not() -> None:
     }
     now = {"learner/loss": next_to_one, "learner/lr": 0.5, "timing_s/step": 4.0, "learner/nan": float("nan")}
     count, found = differences(7, before, now)
-    assert count == 3  # loss, lr and nan: the clock is left out, and what only one of them has
+    assert count == 3  # loss, lr and nan: times, and metrics of only one side, are left out
     assert found == [Difference(step=7, name="learner/loss", recorded=one, replayed=next_to_one)]
     assert list(report_lines(count, found))[1] == f"  step 7 learner/loss: 1.0 recorded, {next_to_one!r} now"
     assert list(report_lines(3, [])) == ["replayed: all 3 metrics are the recorded ones to the last bit"]

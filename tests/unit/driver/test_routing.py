@@ -1,4 +1,4 @@
-"""New groups go where there are fewest, stay there, and avoid a server that is being replaced."""
+"""New groups go to the server with the fewest, stay there, and avoid a server that is being replaced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_server_that_is_being_replaced_gets_nothing_while_another_is_up() -> N
     with router.placed(alone(0)) as first, router.placed(alone(1)) as second:
         assert [first.server, second.server] == [1, 1]
     down.add(1)
-    with router.placed(alone(2)) as third:  # nobody is up: it waits for the one that comes back
+    with router.placed(alone(2)) as third:  # no server is up: the group waits for the one that comes back
         assert third.server == 0
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints from the driver's side: training goes on meanwhile, and a save that fails is heard of."""
+"""Checkpoints on the driver's side: training continues meanwhile, and a failed save is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rayapp.runs.folder import RunFolder
 
 
 class Learners:
-    """Writes when it is let, or fails."""
+    """Writes when the test allows it, or fails."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def alive() -> Iterator[None]:
-    """A run that stalled ends its process soon after; this one goes on."""
+    """Keep this process alive: a run that stalled would end its process soon after."""
     yield
     let_process_live()
 
@@ -187,7 +187,7 @@ async def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_be
     notes: list[str] = []
     for _ in range(2):  # the second has nothing to cut
         assert (await restore(Restored(set()), folder, note=notes.append))[0] == 0  # type: ignore[arg-type]
-    assert notes == ["there is no checkpoint yet: the run begins anew, and its 2 recorded steps are cut"]
+    assert notes == ["there is no checkpoint yet: the run starts over, and its 2 recorded steps are deleted"]
 
 
 async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
@@ -200,7 +200,7 @@ async def test_what_is_being_written_when_the_run_fails_never_counts(folder: Run
 
 
 async def run_until(ends: Callable[[CheckpointSaver], Awaitable[None]], learners: Learners, folder: RunFolder) -> None:
-    """A run that has trained three steps, and then does this."""
+    """A run that has trained three steps and then awaits `ends`."""
     store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
     saver = CheckpointSaver(learners, folder, asynchronous=True)
 

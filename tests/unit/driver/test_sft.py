@@ -1,4 +1,4 @@
-"""Which rows a supervised step takes, and what the run of the supervised steps is."""
+"""The rows of a supervised step, and the run of the supervised steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rows_that_are_refused_leave_no_run_behind(tiny_model: Path, tmp_path: P
     ("sections", "message"),
     [
         ({"warmup": {"num_steps": 1, "max_tokens": 9000}}, "max_tokens is 9000.*max_tokens_per_microbatch is 8192"),
-        ({"data": {"train_files": ["a.parquet"]}}, r"warmup.files is empty.*docs/sft.md"),
+        ({"tasks": ["a.parquet"]}, r"warmup.files is empty.*docs/sft.md"),
     ],
 )
 def test_a_warmup_that_can_not_work_is_refused_with_the_config(sections: dict[str, object], message: str) -> None:

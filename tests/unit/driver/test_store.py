@@ -1,4 +1,4 @@
-"""The bounded store: what it admits, in which order it gives back, and that its ledger always balances."""
+"""The bounded store: which groups it admits, in which order it returns them, and that its ledger always balances."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_under_any_schedule_the_ledger_balances_and_no_group_is_older_than_the_b
 
 
 async def is_reserve_blocked(s: TrajectoryStore[int], running: dict[int, int]) -> bool:
-    """Admit whatever has room; True when nothing had."""
+    """Admit groups while there is room; True if there was none."""
     if s._num_free() <= 0:
         return True
     ids, version = await s.reserve()

@@ -1,4 +1,4 @@
-"""Random schedules of a whole asynchronous run, losses included, in any order: what must hold in all of them."""
+"""Random schedules of a whole asynchronous run, with losses, in any order: invariants that hold in all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def summary(group_id: int, version: int) -> GroupSummary:
 
 
 class Run:
-    """The driver's loop with a scripted engine: `luck` decides how long everything takes, and what is lost."""
+    """The driver's loop with a scripted engine: `luck` decides how long everything takes, and which groups are lost."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Run:
         while self.luck.random() < 0.2:  # lost with its worker, and issued again
             version = self.store.reissue(group_id, "test")
             await self.pause()
-        # A server that took new weights meanwhile samples with those.
+        # A server that loaded new weights meanwhile samples with those.
         sampled_by = max(version, self.server_version)
         await self.pause()
         await self.store.finish(summary(group_id, sampled_by), group_id)
@@ -109,7 +109,7 @@ def test_with_a_bound_of_one_generation_runs_ahead_of_training() -> None:
 
     asyncio.run(asyncio.wait_for(run.train(), 20.0))
 
-    assert run.staleness[1] > 0  # else the test above would hold for a store that never overlaps anything
+    assert run.staleness[1] > 0  # otherwise the test above would hold for a store that never overlaps anything
 
 
 @settings(max_examples=100, deadline=None)
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_keeps_what_was_finished_and_trains_every_group_once(
     assert sorted(before.trained + after.trained) == list(range(NUM_STEPS * groups_per_step))
     assert set(kept) <= set(after.trained)
     assert max(after.staleness) <= max_staleness
-    # What was kept was not generated again: it was issued to the store as it was.
+    # Kept groups were not generated again: they came back to the store as they were.
     assert after.store.ledger().issued == len(after.trained)
 
 

@@ -1,4 +1,4 @@
-"""Who is gone or hangs is replaced, once, and bounded; nobody waits for ever."""
+"""Lost or hanging processes are replaced once, within a limit, and no caller waits forever."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def supervising(*members: Any, recovery: RecoverySection = RECOVERY, **options: 
 
 
 class Process:
-    """A member whose life the test directs. `state` is up, dead (Ray starts it at once), hanging, or broken."""
+    """A member controlled by the test. `state` is up, dead (Ray starts it at once), hanging, or broken."""
 
     def __init__(
         self, name: str = "vllm-server-0", *, revives: bool = True, is_starved: bool = False, needs: int = 0
@@ -47,7 +47,7 @@ class Process:
         self._revives = revives
 
     def die(self, *, is_starved: bool = False) -> None:
-        """Ray takes a moment: two calls find nobody, the third finds the next start. Starved: they are not answered."""
+        """Die as under Ray: two calls find no process, the third finds the next start. Starved: they get no answer."""
         self.start += 1
         self.num_unanswered = 2
         self.state = "new"
@@ -128,7 +128,7 @@ async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> 
 
 
 async def test_one_that_lives_but_could_not_be_made_ready_is_started_again_and_not_waited_for() -> None:
-    # It does not die when what it needs is gone: nobody but us would start it again.
+    # It does not die when the process that it needs is gone: only the supervisor restarts it.
     process = Process("rollout-worker-0", needs=1)
     async with supervising(process).watching():
         process.die()
@@ -155,7 +155,7 @@ async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
 
 
 class SlowProcess(Process):
-    """Takes until it may to be made ready."""
+    """A process that is made ready only when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class SlowProcess(Process):
 
 
 async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
-    # The learners are lost with the same node: the groups that wait for the server are given up, and the run goes on.
+    # The learners are lost with the same node: groups that wait for the server are dropped, and the run continues.
     process = SlowProcess()
     supervisor = supervising(process, recovery=PATIENT, revive_timeout_s=60.0)
     async with supervisor.watching():
@@ -184,7 +184,7 @@ async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_co
 
 
 class Weights:
-    """A sync that finds one server being started: it answers, and has no engine."""
+    """A sync that finds a server while it starts: it answers, but has no engine."""
 
     def __init__(self, process: Process, supervisor: Supervisor) -> None:
         self._process, self._supervisor = process, supervisor
@@ -284,6 +284,6 @@ async def test_servers_that_half_took_the_weights_are_all_started_at_once() -> N
     async with supervisor.watching():
         cluster = cast(Cluster, SimpleNamespace(supervisor=supervisor))
         failed: dict[str, RayappError] = {server.name: WeightSyncError("it broke off") for server in servers}
-        async with asyncio.timeout(30.0):  # one after the other none would get up
+        async with asyncio.timeout(30.0):  # if started one after the other, none would come up
             await Cluster._replace(cluster, failed)
     assert supervisor.restarts.total() == 3

@@ -1,4 +1,4 @@
-"""A run that makes no progress says who waits for what, and stops with the stacks; one that goes on is left alone."""
+"""A run without progress reports its waits and stops with the stacks; a run with progress is left alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayapp.driver.watchdog import Watchdog, stacks_of_this_process, unstalled
 
 @pytest.fixture(autouse=True)
 def alive() -> Iterator[None]:
-    """A run that stalled ends its process soon after; this one goes on."""
+    """Keep this process alive: a run that stalled would end its process soon after."""
     yield
     let_process_live()
 
@@ -90,7 +90,7 @@ async def test_a_wait_that_fails_is_no_progress() -> None:
     with pytest.raises(ZeroDivisionError), dog.waiting("group 1", "rollout-worker-0"):
         _ = 1 / 0
 
-    assert dog.describe() == "Waiting: nobody. Last finished: the start."
+    assert dog.describe() == "Waiting: nothing. Last finished: the start."
 
 
 async def test_a_step_that_hangs_ends_although_a_step_is_not_interrupted_and_the_error_names_it() -> None:
@@ -164,6 +164,6 @@ def test_the_stack_of_a_process_that_answers_nobody_can_be_read() -> None:
         finally:
             process.kill()
     assert f"=== learner-0 (pid {process.pid})" in text
-    # Where ptrace is forbidden the dump has to say so, and not to be empty.
+    # Where ptrace is forbidden, the dump must say so and must not be empty.
     assert "stuck_here" in text or "no stack: " in text
     assert "=== gone" in text

@@ -1,4 +1,4 @@
-"""Requests of a cohort start together and in order; one that is lost on its way keeps nobody waiting for ever."""
+"""Requests of a cohort start together and in order; a lost one does not keep the others waiting forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_S = 600.0
 
 
 class Engine:
-    """Starts what it is given, once `may_start` is set, and gives each request its own id back."""
+    """Starts requests once `may_start` is set, and returns each request's own id."""
 
     def __init__(self) -> None:
         self.started: list[list[RequestId]] = []

@@ -1,4 +1,4 @@
-"""The limit finds the engine's capacity by itself, backs off once for one overload, and nobody waits for ever."""
+"""The limit finds the engine's capacity by itself, backs off once per overload, and starves no request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Engine:
 
 
 def drive(limit: ConcurrencyLimit, engine: Engine, num_steps: int) -> list[int]:
-    """More work than the engine can take, always. Returns how many ran after each step."""
+    """Offer more work than the engine can take, always. Returns the number of running sequences after each step."""
     found = []
     for _ in range(num_steps):
         while limit.admits(len(engine.running)):

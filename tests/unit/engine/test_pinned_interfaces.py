@@ -1,7 +1,7 @@
-"""What our code calls in vLLM, torch.cuda and Ray is there in the pinned versions, under these names and arguments.
+"""The functions of vLLM, torch.cuda and Ray that our code calls exist in the pinned versions, with these arguments.
 
-No GPU is at hand to find a renamed one. vLLM's source is read and not imported, which would take longer than all tests
-of this folder.
+Without a GPU no other test would notice a renamed one. vLLM's source is read and not imported, which would take longer
+than all tests of this folder.
 """
 
 from __future__ import annotations
@@ -179,12 +179,12 @@ def test_torch_and_ray_take_what_they_are_given(call: object, arguments: str) ->
 
 
 def test_torch_has_the_switch_of_its_allocator() -> None:
-    # A test of what it does needs a GPU; without one torch takes the setting and says nothing.
+    # Testing its effect needs a GPU; without one torch accepts the setting silently.
     assert callable(torch._C._accelerator_setAllocatorSettings)  # type: ignore[attr-defined]
 
 
 def variables(pattern: str) -> set[str]:
-    """Environment variables that our code sets and that begin so."""
+    """Return the environment variables with this prefix that our code sets."""
     folder = Path(__file__).parents[3]
     texts = [path.read_text() for name in ("rayapp/engine", "actors/setup") for path in (folder / name).rglob("*.py")]
     found = {name for text in texts for name in re.findall(rf'"({pattern}_\w+)"', text)}
@@ -206,7 +206,7 @@ def test_every_environment_variable_that_we_set_is_read() -> None:
 
 
 def test_learners_and_servers_run_nccl_alike() -> None:
-    # vLLM 0.30 sets nothing of NCCL's in its workers: one side alone would hang their first broadcast.
+    # vLLM 0.30 sets no NCCL variables in its workers: setting them on one side only would hang the first broadcast.
     nccl = [
         {name: value for name, value in role_env(role).items() if name.startswith("NCCL_")}
         for role in ("learner", "vllm-server")

@@ -18,7 +18,7 @@ def test_tokens_before_and_after_an_update_are_told_apart() -> None:
         VersionSpan(policy_version=3, num_tokens=5),
         VersionSpan(policy_version=4, num_tokens=2),
     )
-    # It was queued when the weights came: all of it is the new version's.
+    # It was queued when the weights came: all its tokens are the new version's.
     assert versions.end("b", 4, 2) == (VersionSpan(policy_version=4, num_tokens=2),)
     assert versions.num_open == 0
 

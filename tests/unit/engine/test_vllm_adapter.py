@@ -1,4 +1,4 @@
-"""What the engine is told about adapters, and that none is lost in it; the engine itself is in tests/cluster."""
+"""What the engine is told about adapters, and that it drops none; tests/cluster tests the engine itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much KV cache an engine is told to take, on a CPU and on a GPU."""
+"""Size of the KV cache that an engine gets, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cause that an engine's process has logged is found, where there is a file to find it in."""
+"""The cause that an engine's process has logged is found if the output is a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine on a shared GPU: what it gets back when, around an update. vLLM is stood for, as no CPU sleeps."""
+"""An engine on a shared GPU: the order in which it gets memory back around an update. A stub replaces vLLM, which can't
+sleep on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from rayapp.engine.weights.buckets import SharedWeights
 
 
 class Recorded:
-    """vLLM's AsyncLLM, as far as it notes what it is told. It schedules again by itself once all of it is awake."""
+    """Records the calls of vLLM's AsyncLLM. Like vLLM, it schedules again by itself once everything is awake."""
 
     def __init__(self, *, is_v2: bool = True) -> None:
         self.calls: list[str] = []
@@ -87,7 +88,7 @@ async def test_learners_that_are_lost_after_an_update_leave_a_server_that_takes_
 
     server = VllmServer(Config(), 0, start_engine=start)
     server._engine = await start(Config(), seed=0)
-    for version in (1, 2):  # nobody says go_on after the first
+    for version in (1, 2):  # go_on is not called after the first
         async with asyncio.timeout(10.0):
             await server.begin_update()
         await server.finish_update(version, {})
@@ -125,7 +126,8 @@ async def test_a_cohort_after_a_sleep_starts_from_a_scheduler_that_stands_still(
 
     recorded.calls.clear()
     await engine._start_cohort([SimpleNamespace(sampling=SamplingParams(max_tokens=1, seed=7), queue=Gone())] * 2)  # type: ignore[list-item]
-    # vLLM schedules by itself since it is awake: paused again, or the first request would run without the second.
+    # vLLM schedules by itself once it is awake: it must be paused again, or the first request would run without the
+    # second.
     assert recorded.calls == ["pause_generation wait", "resume_generation"]
 
 
@@ -138,7 +140,7 @@ async def test_the_generator_of_all_requests_is_seeded_where_there_is_one(is_v2:
 
 
 class Gone:
-    """Whoever asked has gone: nothing is queued."""
+    """A caller that has gone: nothing is queued."""
 
     def done(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Our extension of vLLM's workers, where it needs no model: an engine ends with its server, and with nobody else."""
+"""Our extension of vLLM's workers, without a model: an engine ends with its server, and only then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def be_worker(server_pid: int, made: SimpleQueue[int]) -> None:
 
 
 def be_engine_core(server_pid: int, made: SimpleQueue[int]) -> None:
-    """As with tensor parallelism."""
+    """Run as an engine core, as with tensor parallelism."""
     made.put(os.getpid())
     _fork.Process(target=be_worker, args=(server_pid, made)).start()
     time.sleep(LONG_S)
@@ -37,7 +37,7 @@ def be_server(engine: Any, made: SimpleQueue[int]) -> None:
 
 
 def adopt(engine: Any, num_processes: int, made: SimpleQueue[int]) -> None:
-    """Adopts orphans, as a user's systemd does, and the first process of a container."""
+    """Adopt orphans, as a user's systemd does, or the first process of a container."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     server = _fork.Process(target=be_server, args=(engine, made))
     server.start()

@@ -68,7 +68,7 @@ def test_buckets_of_a_hundred_bytes_hold_what_fits() -> None:
 
 
 def test_packing_asks_for_a_tensor_only_when_the_bucket_before_is_taken() -> None:
-    # A learner gathers each tensor when it is asked for: a second whole copy of the model must never exist.
+    # A learner gathers each tensor when it is requested: there must never be a second full copy of the model.
     asked = []
 
     def tensors() -> Any:
@@ -82,7 +82,7 @@ def test_packing_asks_for_a_tensor_only_when_the_bucket_before_is_taken() -> Non
 
 
 def test_a_tensor_may_be_overwritten_once_the_next_one_is_asked_for() -> None:
-    # Kept until its bucket is full, the memory of every tensor would be needed twice.
+    # If tensors were kept until their bucket is full, their memory would be needed twice.
     scratch = torch.zeros(16)
 
     def tensors() -> Any:
@@ -130,7 +130,7 @@ class Learners:
 
 @dataclass
 class Server:
-    """Records what it is given."""
+    """Records the calls."""
 
     name: str
     loaded: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
@@ -184,7 +184,7 @@ async def test_a_server_never_gets_an_older_version_after_a_newer_one() -> None:
     late, learners, transport = Server("vllm-server-1"), Learners(), WeightSync(StoreCarrier(10.0))
     await transport.sync(3, learners=learners, servers=[], settled=all_up)
 
-    # Both want the server at once: a sync to 4, and the catching up of one that was at 3.
+    # Both use the server at the same time: a sync to version 4, and a catch-up with version 3.
     await asyncio.gather(transport.sync(4, learners=learners, servers=[late], settled=all_up), transport.catch_up(late))
 
     assert [version for version, _ in late.loaded] == [4, 4]

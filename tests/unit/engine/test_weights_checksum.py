@@ -1,4 +1,4 @@
-"""A sample of every kind of tensor, and checksums that see every row of a matrix, however it is held."""
+"""The sample has every kind of tensor, and checksums cover every row of a matrix, however the layer stores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A group is made once and kept; a sync that fails names who has no weights; the next one makes a new group."""
+"""A group is formed once and kept; a failed sync names the servers without the weights; the next one forms a new
+group."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rayapp.engine.weights.sync import GroupCarrier, WeightSync
 
 @dataclass
 class Server:
-    """Holds the version that it was last given."""
+    """Holds the version of its last sync."""
 
     name: str
     version: int = -1

@@ -1,6 +1,6 @@
-"""vLLM's own packers for NCCL and CUDA IPC, on CPU tensors: what they take from us, and in which stream.
+"""vLLM's own packers for NCCL and CUDA IPC, on CPU tensors: the tensors that they request, and the CUDA stream.
 
-Only CUDA's calls are stood for. The file is loaded alone, as importing vLLM takes longer than all tests of this folder.
+Only CUDA's calls are stubs. The file is loaded alone, as importing vLLM takes longer than all tests of this folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EMBEDDING = 100
 
 
 class Streams:
-    """CUDA's streams as far as they say which one is current, and what was waited for."""
+    """Stub of CUDA's streams that records the current stream and waits."""
 
     def __init__(self) -> None:
         self.current = "default"
@@ -132,6 +132,6 @@ def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_se
     assert log[:3] == ["gather embedding in default", "wait for default", "used by side 0"]
     assert {line for line in log if "gather" in line} == {f"gather {name} in default" for name, _ in weights()}
     assert [line for line in log if "broadcast" in line] == ["broadcast in side 0", "broadcast in side 1"]
-    # Nothing is gathered that is not waited for: the other ranks then have no gather that rank 0 put off.
+    # Every gather is waited for: rank 0 never postpones a gather that other ranks have finished.
     gathered = [position for position, line in enumerate(log) if "gather" in line]
     assert all(log[position + 1] == "wait for default" for position in gathered)

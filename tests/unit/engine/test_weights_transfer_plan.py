@@ -1,4 +1,4 @@
-"""Which transport, which ranks, which buckets; and what can't work says what to use instead."""
+"""The transport, ranks and buckets that are chosen; impossible choices are refused with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Our estimators and losses are verl's own functions on the same numbers, under names the CLI knows without verl."""
+"""Our estimators and losses are verl's own functions on the same numbers, under names that the CLI knows without
+verl."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from rayapp.config.algorithm import (
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
-from rayapp.learner.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.losses import (
+    LossRows,
+    LossScale,
+    check_policy_loss,
+    correction_weights,
+    make_actor_config,
+    policy_loss,
+)
 from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
@@ -95,7 +103,8 @@ def drawn_inputs(seed: int) -> AdvantageInputs:
 
 
 def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) -> torch.Tensor:
-    """What verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these rows."""
+    """Return what verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these
+    rows."""
     from verl import DataProto
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -137,7 +146,7 @@ def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) ->
 
 
 def gdpo_without_deviations(given: AdvantageInputs) -> torch.Tensor:
-    """The one term less its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
+    """Return the only term minus its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
     from verl.utils.torch_functional import masked_whiten
 
     term, mask = given.reward_terms["pass_rate"], response_mask(given.num_response_tokens)
@@ -234,7 +243,7 @@ def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(na
     config = loss_config(name, mode)
     actor = make_actor_config(config, SCALE)
     for seed in range(5):
-        # From hardly any difference to the sampling policy to ratios of a hundred: every clip and bound is met.
+        # From nearly equal policies to ratios of a hundred, so that every clip and bound is reached.
         spread = 0.05 * 3.0**seed
         log_probs = (-spread * torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
         rows = loss_rows(log_probs)
@@ -281,6 +290,17 @@ def test_truncated_importance_weights_scale_the_gradient() -> None:
         losses.append(torch.autograd.grad(loss, log_probs)[0])
     # the engine was surer by 0.01 everywhere: weights exp(-0.01) = 0.99005
     np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_outside_of_two_bounds_are_zero() -> None:
+    section = {"level": "token", "threshold": 2.0, "min_weight": 0.5}
+    algorithm = Config.model_validate({"algorithm": {"rollout_correction": section}}).algorithm
+    log_ratio = torch.log(torch.tensor([[0.4, 0.6, 1.9, 2.1]]))
+
+    weights = correction_weights(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), algorithm)
+
+    assert weights is not None
+    np.testing.assert_allclose(weights.numpy(), [[0.0, 0.6, 1.9, 0.0]], rtol=1e-6)
 
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Where a learner computes, and through which interface ranks of several nodes find each other."""
+"""The device of a learner, and the interface through which ranks on several nodes find each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(
     monkeypatch: pytest.MonkeyPatch, device: str, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(LearnerError, match=r"to compute on a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
+    with pytest.raises(LearnerError, match=r"this learner needs a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
         learner_device(config(device))
 
 
@@ -51,7 +51,7 @@ def test_gloo_listens_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     use_interface_towards("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's choice stands
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's choice is kept
     use_interface_towards("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 

@@ -1,4 +1,4 @@
-"""However the work is cut up, the gradient is that of one plain padded float32 computation."""
+"""However the work is split, the gradient equals that of one plain padded float32 computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.shares import Share
 from rayapp.learner.supervised import log_probs_of
-from rayapp.rollout.recorder import TokenTree
+from rayapp.rollout.recorder import Recorder
 from support.learners import save_llama
 
 MAX_GRADIENT_ERROR = 2e-6
@@ -83,7 +83,8 @@ def make_config(tiny_model: Path, *, distillation: DistillationSection = PLAIN, 
 
 
 def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Tensor]:
-    """What a step adds up to: with plain SGD at a rate of 1 it is the weights before less those after."""
+    """Return the gradient of a step: with plain SGD at learning rate 1 it is the weights before minus the weights
+    after."""
     ranks = start_ranks(config, 0, 1, "", 0)
     try:
         learner = build_learner(config, ranks)
@@ -154,7 +155,7 @@ def plain_kl(log_p: torch.Tensor, log_q: torch.Tensor, distillation: Distillatio
 
 
 def unfolded(t: Trajectory) -> list[Trajectory]:
-    """A rollout that forks as one sequence for each of its turns, in which that turn alone is trained."""
+    """Return a forked trajectory as one sequence for each turn, in which only that turn is trained."""
     if not t.forks:
         return [t]
     parts = []
@@ -258,11 +259,12 @@ def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_mode
 
 
 def forking(group: Group, seed: int) -> Group:
-    """Rollouts that are trees: turns go on from any turn before, are tried again, or begin a conversation."""
+    """Return trajectories that are trees: turns continue from any earlier turn, are retried, or begin a
+    conversation."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for t in group.trajectories:
-        tree, ends = TokenTree(), [-1]
+        tree, ends = Recorder(), [-1]
         prompt = group.prompt.token_ids.tolist()
         for number in range(rng.integers(1, 7)):
             after = int(rng.choice(ends)) if number else -1
@@ -283,9 +285,9 @@ def forking(group: Group, seed: int) -> Group:
         trajectories.append(
             replace(
                 t,
-                token_ids=tree.token_ids,
-                response_mask=tree.response_mask,
-                rollout_log_probs=tree.log_probs,
+                token_ids=tree.trajectory().token_ids,
+                response_mask=tree.trajectory().response_mask,
+                rollout_log_probs=tree.trajectory().rollout_log_probs,
                 turns=tuple(tree.turns),
                 forks=tuple(tree.forks),
             )
@@ -304,7 +306,7 @@ def test_a_rollout_that_forks_trains_each_sampled_token_once_and_weighs_once(
 
 
 def multi_turn(group: Group, seed: int) -> Group:
-    """The same tokens, of which some in the middle came from a tool: they are read, and not trained on."""
+    """Return the same tokens, some in the middle marked as a tool's: read, but not trained on."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for t in group.trajectories:

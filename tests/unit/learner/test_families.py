@@ -74,7 +74,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 WITHOUT_TOWER = {"qwen3_5"}
-"""Those of which transformers loads the language model alone."""
+"""Families of which transformers loads only the language model."""
 
 
 @pytest.mark.parametrize("name", sorted(WITH_IMAGES))
@@ -106,7 +106,7 @@ Chosen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def with_experts(groups: list[Group], experts_of: Callable[[int, Int32Array], ExpertArray]) -> list[Group]:
-    """The groups with the experts that `experts_of(row, token_ids)` gives each trajectory."""
+    """Return the groups with the experts that `experts_of(row, token_ids)` gives each trajectory."""
     return [
         replace(
             group,
@@ -119,7 +119,7 @@ def with_experts(groups: list[Group], experts_of: Callable[[int, Int32Array], Ex
 
 
 def some_experts(num_layers: int) -> Callable[[int, Int32Array], ExpertArray]:
-    """Other experts for each token, that follow from it and those before it; and in row 1 from the row, too."""
+    """Return a function that chooses experts from each token and its prefix; in row 1 also from the row."""
 
     def experts_of(row: int, token_ids: Int32Array) -> ExpertArray:
         drawn = []
@@ -152,7 +152,7 @@ ROUTED: dict[str, Chosen] = {
     "gpt_oss": softmax_of_chosen,
     "glm4_moe": sigmoid_of_each,
 }
-"""What each chosen expert weighs, written down from the models' papers."""
+"""Weight of each chosen expert, as the models' papers define it."""
 
 
 def force(causal_lm: Any, groups: list[Group], weights_of: Chosen) -> None:

@@ -1,4 +1,4 @@
-"""Which families of models the learner computes as transformers does, and what is said of the others."""
+"""Families that the learner computes as transformers does, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from rayapp.cli.doctor import fitness
 from rayapp.config.config import Config, with_values
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError, LearnerError
+from rayapp.engine.vllm_arguments import vllm_args
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.families import trial
 from rayapp.learner.families.check import VOCABULARY, checks_of, subject_of
@@ -94,6 +95,16 @@ def test_dropout_in_a_nested_config_is_off_too(tmp_path: Path) -> None:
     nested = CONFIG_MAPPING["gemma3"](text_config=SMALL | {"model_type": "gemma3_text", "attention_dropout": 0.5})
     nested.save_pretrained(tmp_path)
     assert read_architecture(config).text_config.attention_dropout == 0.0
+
+
+def test_the_longest_sequence_of_the_config_is_that_of_learner_and_server(tmp_path: Path) -> None:
+    config = with_values(saved(tmp_path, "gemma3"), model={"max_position_embeddings": 4321})
+    CONFIG_MAPPING["gemma3"](text_config=SMALL | {"model_type": "gemma3_text"}).save_pretrained(tmp_path)
+
+    served = vllm_args(config)["hf_overrides"](AutoConfig.from_pretrained(tmp_path))
+
+    assert read_architecture(config).text_config.max_position_embeddings == 4321
+    assert served.text_config.max_position_embeddings == 4321
 
 
 @pytest.mark.parametrize("option", ["indices", "attention_mask"])

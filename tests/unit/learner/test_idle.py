@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory: nothing is lost when there is no room for them, and they are saved from there."""
+"""Tensors that wait in host memory: nothing is lost if there is no room for them, and checkpoints read them there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan: its arithmetic by hand, and what autograd and the optimizer really hold on a CPU."""
+"""The memory plan: its arithmetic by hand, and the bytes that autograd and the optimizer really hold on a CPU."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str, size: s
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     file = Path("configs") / f"{name}.yaml"
     assert size in load_config(file, []).model.path
-    no_data = ["data.train_files=[]", "data.eval_files=[]", "agent.tool_file=''"]
+    no_data = ["tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''"]
     config = load_config(file, [f"model.path={tmp_path}", *no_data])
     assert plan_command(config, gpu_called(gpu))
 

@@ -1,6 +1,6 @@
-"""The memory plan against what the kernel counts: the peak of a learner's resident memory over two steps on a CPU.
+"""The memory plan against the kernel's counts: the peak of a learner's resident memory over two steps on a CPU.
 
-What torch allocates is compared in test_token_budget.py, far more tightly. Here is what a process has on top.
+test_token_budget.py compares torch's allocations, far more tightly. This file checks the rest of a process's memory.
 """
 
 from __future__ import annotations

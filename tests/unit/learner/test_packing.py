@@ -1,4 +1,4 @@
-"""The radix tree shares every prefix it says it shares, and lets each token see its own sequence and nothing else."""
+"""The radix tree shares every prefix that it claims to share, and lets each token see exactly its own sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sequences_of(trees: list[tuple[list[int], list[list[int]]]]) -> list[list[np
 
 
 def visible(packing: Packing) -> np.ndarray:
-    """(N, N) who sees whom, as the segments say."""
+    """Return (N, N): which tokens each token sees, from the segments."""
     sees = np.zeros((packing.num_tokens, packing.num_tokens), bool)
     for s in packing.segments:
         sees[s.start : s.end, s.start : s.end] = np.tri(s.end - s.start, dtype=bool)
@@ -214,7 +214,7 @@ def test_a_split_keeps_the_budget_and_loses_no_token(
 def test_every_packed_token_has_the_experts_of_its_trajectory(
     completions: list[tuple[int, list[int]]], max_tokens: int, share: bool, kinds: list[int]
 ) -> None:
-    """Kind -1: a trajectory that nobody routed; kind 1: one that went elsewhere from one of its tokens on."""
+    """Kind -1: a trajectory without recorded experts; kind 1: one whose experts differ from one of its tokens on."""
     items = [item(row, group, [7, 8, 9, 5], rest) for row, (group, rest) in enumerate(completions)]
     for row, kind in enumerate(kinds[: len(items)]):
         tokens = items[row].trajectory.token_ids
@@ -250,7 +250,7 @@ def test_a_prompt_is_shared_as_far_as_it_went_to_the_same_experts() -> None:
 def test_completions_that_are_all_equal_share_one_micro_batch() -> None:
     items = [item(row, 0, [7, 8, 9, 5], [1, 2, 1, 2, 1]) for row in range(16)]
     (batch,) = split(items, max_tokens=4096, share_prefixes=True)
-    # 9 tokens without the last, which nobody reads: 8, once.
+    # 9 tokens without the last, which no token sees: 8, once.
     assert batch.packing.num_tokens == 8
 
 

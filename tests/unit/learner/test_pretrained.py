@@ -1,6 +1,6 @@
-"""Reading a model's weights into one without memory: what transformers would have read, or a reason why not.
+"""Reading weights into a model without memory: the same as transformers reads, or a clear error.
 
-That several ranks read their parts is in tests/cluster/test_learner_parallel.py.
+tests/cluster/test_learner_parallel.py tests that several ranks read their parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank trains on: everything once, in every mini-batch about as many tokens on each."""
+"""Each rank's share: every trajectory once, and in every mini-batch about as many tokens on each rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def summary(position: int, num_response_tokens: list[int], rewards: list[float] 
 
 
 def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:
-    """That a rank computes: each prompt once, and the responses of its trajectories."""
+    """Return the tokens that a rank computes: each prompt once, and the responses of its trajectories."""
     return sum(PROMPT + int(summaries[s.position].num_response_tokens[s.start : s.stop].sum()) for s in shares)
 
 
@@ -95,7 +95,8 @@ def test_every_mini_batch_keeps_all_of_eight_ranks_busy(num_minibatches: int) ->
     for first in range(0, 16, size):
         parts = [tuple(s for s in mine if first <= s.position < first + size) for mine in shares]
         took += max(tokens(part, summaries) for part in parts)
-    # Ranks wait for each other after each mini-batch. Dealt over the whole step it was 2.0 with two of them.
+    # Ranks wait for each other after each mini-batch. Distributed over the whole step, the ratio was 2.0 for two of
+    # them.
     assert took / (sum(PROMPT + sum(sizes) for sizes in groups) / 8) <= 1.1
 
 

@@ -1,4 +1,4 @@
-"""One learner's steps: what it skips, what it recomputes, what it reports, and that a checkpoint changes nothing."""
+"""Steps of one learner: what it skips, recomputes and reports, and that a checkpoint changes nothing."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_loaded_nor_exported(
         _write_unchecked(learner, tmp_path / "inf")
         with pytest.raises(CheckpointDamagedError, match=r"inf holds values that are not finite in model\."):
             learner.load_checkpoint(str(tmp_path / "inf"))
-        assert learner.load_checkpoint(str(tmp_path / "good")) == 1  # the one before is gone on from
+        assert learner.load_checkpoint(str(tmp_path / "good")) == 1  # training continues from the one before
         assert weight[7].isfinite()
 
 
@@ -437,7 +437,7 @@ def test_a_learner_that_gives_its_memory_to_a_server_in_between_takes_the_same_s
             found: list[Any] = [step(learner, 1, two_groups()), sent(learner)]
             held.append(held_bytes(learner))
             with pytest.MonkeyPatch.context() as patch:
-                patch.delattr(learner._idle.__class__, "fetch")  # saving takes nothing from a server's KV cache
+                patch.delattr(learner._idle.__class__, "fetch")  # saving must not use the GPU memory
                 save(learner, str(tmp_path / name), 1)
             found += [step(learner, 2, two_groups(2)), sent(learner)]
             assert learner.load_checkpoint(str(tmp_path / name)) == 1
@@ -670,7 +670,7 @@ def test_the_adapters_alone_are_sent_and_give_the_learners_log_probs_in_peft(tin
 
 
 def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
-    """Of each trajectory's response tokens, one sequence at a time."""
+    """Return the log-probs of each trajectory's response tokens, one sequence at a time."""
     found = []
     for trajectory in group.trajectories:
         ids = torch.from_numpy(trajectory.token_ids).long()[None]

@@ -1,4 +1,4 @@
-"""A teacher behind vLLM's completions API teaches what the same model in the learner does."""
+"""A teacher behind vLLM's completions API gives the same log-probs as the same model in the learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT, FIRST, SECOND = [5, 6, 7], [20, 21, 22], [30, 31]
 
 
 class TeacherStub(StubServer):
-    """The part of vLLM's server that is asked, over a real model."""
+    """The part of vLLM's API that the learner calls, over a real model."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,7 +41,7 @@ class TeacherStub(StubServer):
         self.app.router.add_post("/tokenize", self._tokenize)
 
     def log_probs(self, tokens: list[int]) -> list[float]:
-        """Of each token but the first."""
+        """Return log-probs of every token but the first."""
         with torch.no_grad():
             scores = self._model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         return [float(scores[i, token]) for i, token in enumerate(tokens[1:])]
@@ -118,7 +118,7 @@ async def test_a_server_that_reads_text_as_other_tokens_is_refused_with_both_nam
             InputError, match=rf"'big' at {url}/v1 has another tokenizer than model\.path '{tiny_model}"
         ):
             await asyncio.to_thread(check_teacher, config)
-    with pytest.raises(InputError, match="does not tell the tokens of 'big'"):
+    with pytest.raises(InputError, match="does not return the tokens of 'big'"):
         await asyncio.to_thread(check_teacher, config)
 
 

@@ -1,4 +1,5 @@
-"""`learner.max_tokens_per_microbatch: auto`: what is found fits, fills the room, and is told when nothing fits."""
+"""`learner.max_tokens_per_microbatch: auto`: the result fits and fills the memory; an error explains if nothing
+fits."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
     assert found & (found - 1) == 0
     assert found >= 2 * config.max_model_tokens
     assert need.of(found) <= room < need.of(2 * found)
-    # Counted by somebody else, in a whole step. The need adds the peaks of layers and head, which don't come together.
+    # Counted independently, over a whole step. The need adds the peaks of layers and head, which don't coincide.
     taken = peak_of_step(config, found)
     assert 0.75 * need.of(found) <= taken <= need.of(found)
 
@@ -190,7 +191,7 @@ def test_probes_take_a_moment_and_leave_nothing_behind(deep_model: Path) -> None
             first = measure_need(config, ranks, learner.model)
             meter.restart()
             assert meter.marks[0] < 64 * 1024
-        # The same however often it is asked: nothing of an earlier probe is in a later one.
+        # Equal in every call: nothing of an earlier probe is counted.
         assert measure_need(config, ranks, learner.model).of(10_000) == first.of(10_000)
         with takes_at_most_s(20, time.process_time):
             measure_need(config, ranks, learner.model)

@@ -1,4 +1,4 @@
-"""An agent loop from settings, and what is told before the first prompt."""
+"""Building an agent loop from settings, and the errors before the first prompt."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer:
     _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine, deadline_s=2.0)
 
     assert summary.failure_kinds == ("", "deadline", "")
-    # The one that hangs asked for its first turn: nobody asks in its stead.
+    # The hanging one requested its first turn: no other request is made for it.
     assert engine.asked.count(RequestId("group", 7, 1, turn=0)) == 1
 
 
@@ -261,7 +261,8 @@ def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
         None,
         [
             f"model.path={tiny_model}",
-            *(f"data.{kind}_files=[{tmp_path}/{name}.parquet]" for kind, name in files.items()),
+            f"tasks=[{tmp_path}/{files['train']}.parquet]",
+            f"eval.tasks=[{tmp_path}/{files['eval']}.parquet]",
             "rollout.max_prompt_tokens=100",
             "rollout.max_completion_tokens=100",
         ],
@@ -285,7 +286,7 @@ def test_a_row_that_is_no_code_problem_is_told_before_anything_starts(tiny_model
         None,
         [
             f"model.path={tiny_model}",
-            f"data.train_files=[{tmp_path}/bad.parquet]",
+            f"tasks=[{tmp_path}/bad.parquet]",
             "rollout.max_prompt_tokens=100",
             "rollout.max_completion_tokens=100",
         ],
@@ -336,7 +337,7 @@ def test_only_first_turns_belong_to_a_cohort() -> None:
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config(None, ["data.train_files=[a.parquet]", "data.eval_files=[b.parquet]", *overrides])
+    return load_config(None, ["tasks=[a.parquet]", "eval.tasks=[b.parquet]", *overrides])
 
 
 def test_an_evaluation_runs_in_waves_no_larger_than_a_training_step() -> None:
@@ -394,12 +395,12 @@ def test_evaluation_without_files_is_told_before_anything_starts(tiny_model: Pat
         None,
         [
             f"model.path={tiny_model}",
-            "data.train_files=[a.parquet]",
+            "tasks=[a.parquet]",
             "eval.every_steps=1",
             "rollout.max_prompt_tokens=100",
             "rollout.max_completion_tokens=100",
         ],
     )
 
-    with pytest.raises(InputError, match=r"data\.eval_files is empty"):
+    with pytest.raises(InputError, match=r"eval\.tasks is empty"):
         check_inputs(config, training=True)

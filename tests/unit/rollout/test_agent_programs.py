@@ -1,7 +1,7 @@
 """Agents as other people publish them, on a scripted policy: mini-swe-agent from PyPI and Codex from npm.
 
-They don't fit this project's lock (mini-swe-agent brings an older openai) or are no Python, so each is looked for on
-PATH, and its test is left out where it isn't installed.
+They conflict with this project's lock (mini-swe-agent needs an older openai) or are not Python, so each test looks for
+its agent on PATH, and is skipped if it isn't installed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from rayapp.config.loading import load_config
-from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.recorder import Episode
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 
@@ -35,7 +34,7 @@ def call(name: str, **arguments: object) -> str:
 
 async def play(
     tokenizer: Any, config_name: str, turns: Sequence[str], replaced: Mapping[str, str], left_out: Sequence[str] = ()
-) -> Episode:
+) -> Trajectory:
     """The shipped configuration's agent, with single arguments of its command replaced or left out."""
     path = ROOT / "configs" / "agents" / config_name
     config = load_config(path, ["rollout.max_prompt_tokens=200000", "learner.max_tokens_per_microbatch=400000"])
@@ -70,7 +69,7 @@ async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: 
         call("bash", command="echo hello > solution.py"),
         call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat solution.py"),
     ]
-    # What the policy writes is this file's: it may run here.
+    # The policy's text comes from this file, so it may run here.
     here = {"--environment-class=docker": "--environment-class=local"}
     of_docker = (
         "--config=environment.image=python:3.12-slim",
@@ -78,21 +77,21 @@ async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: 
         '--config=environment.run_args=["--rm", "--network=none", "--volume={folder}:/work"]',
     )
 
-    episode = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here, of_docker)
+    played = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here, of_docker)
 
-    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
-    assert episode.answer == "hello\n"
-    assert [record.name for turn in episode.turns for record in turn.calls] == ["bash", "bash"]
-    assert episode.forks == ()
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.completion_text == "hello\n"
+    assert [record.name for turn in played.turns for record in turn.calls] == ["bash", "bash"]
+    assert played.forks == ()
 
 
 async def test_codex_plays_and_its_history_is_one_line(chat_tokenizer: Any) -> None:
     turns = [call("exec_command", cmd="echo hello > solution.py; cat solution.py"), "It is done."]
 
-    episode = await play(chat_tokenizer, "codex.yaml", turns, {})
+    played = await play(chat_tokenizer, "codex.yaml", turns, {})
 
-    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
-    assert episode.answer == "hello\n"
-    assert "hello" in episode.turns[0].calls[0].output
-    assert episode.final_text == "hello\n"
-    assert episode.forks == ()
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.completion_text == "hello\n"
+    assert "hello" in played.turns[0].calls[0].output
+    assert played.completion_text == "hello\n"
+    assert played.forks == ()

@@ -1,4 +1,4 @@
-"""The curriculum draws what teaches, and a resumed run draws what one that never stopped draws."""
+"""The curriculum prefers prompts that teach, and a resumed run draws the same prompts as one that never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def curriculum(counts: dict[str, tuple[float, float]] | None = None, seed: int =
 
 
 def never(group_id: int) -> bool:
-    """Of a synchronous run: what was finished since its last step is generated again."""
+    """Return False: a synchronous run generates again what finished since its last step."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Rows to learn from become the token ids of a rollout, and a row that can't is named."""
+"""Rows to learn from become the token ids of a rollout, and unusable rows are named."""
 
 from __future__ import annotations
 

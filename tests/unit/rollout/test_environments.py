@@ -1,5 +1,5 @@
 """Environments of others: a class in TRL's form, a server of OpenEnv, a process of verifiers, played by a scripted
-policy. Theirs are real in the tests marked long; here OpenEnv's protocol and verifiers' calls have a stand-in each."""
+policy. The tests marked long use the real packages; here OpenEnv's server and verifiers' environments are stubs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def call(tool: str, **arguments: object) -> str:
 
 
 class Bench:
-    """Rows of an environment's file, played by a policy that says its turns in order."""
+    """Rows of an environment's file, played by a policy with scripted turns."""
 
     def __init__(self, tokenizer: Any, file: Path, turns: Sequence[str]) -> None:
         self.tokenizer, self.file, self.turns = tokenizer, file, turns
@@ -209,7 +209,7 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     ]
     assert '"name": "guess"' in game.prompts[0]
     assert "_hidden" not in game.prompts[0]
-    # As the agent loop has it: no token is read twice, and only what the policy said is trained on.
+    # As in the agent loop: no token is repeated, and only sampled tokens are trained on.
     assert right.response_mask.sum() == sum(turn.end - turn.start for turn in right.turns)
     assert not right.forks
 
@@ -363,7 +363,7 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:
         game = bench(openenv(url, text_field="message"))
-        game.config = Config.model_validate({"agent": {"task_agent": "tool_agent", "tool_file": "mine.yaml"}})
+        game.config = Config.model_validate({"agent": {"name": "tool_agent", "tool_file": "mine.yaml"}})
         with pytest.raises(ConfigError, match=r"every turn is an action: it can't call the tools of .* mine.yaml"):
             await game.group()
 
@@ -466,7 +466,7 @@ def test_a_line_of_a_verifiers_process_that_is_no_answer_is_passed_over(caplog: 
     process = VerifiersProcess(environment)
     for line in (b"Traceback\n", b"[" * 100_000, b"[]", b'{"call": []}', b"7"):
         process._answer(line)
-    assert "wrote a line that is no answer: b'Traceback" in caplog.text
+    assert "wrote a line that is not an answer: b'Traceback" in caplog.text
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""External agents: real programs and functions that ask a scripted policy over HTTP, from the task to the verdict."""
+"""External agents: real programs and functions that call a scripted policy over HTTP, from the task to the verdict."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ class Bench:
     ) -> AsyncIterator[ExternalAgent]:
         given = {"entry": "tests:unused"} if entry is not None else {}
         section = {
-            "default_agent": "external_agent",
-            "task_agent": "external_agent",
+            "name": "external_agent",
             "max_assistant_turns": max_turns,
             "external": {**given, **external},
         }
@@ -432,11 +431,11 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        episode = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
+        played = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
             engine=b.engine(), sampling=SamplingParams(max_tokens=2000), request_id=RequestId("group", 3, 0)
         )
 
-    assert "leads out of the agent's folder" in episode.failure
+    assert "leads out of the agent's folder" in played.reward.detail
 
 
 def test_the_end_of_what_a_program_writes_is_kept() -> None:
@@ -463,36 +462,36 @@ def test_arguments_are_filled_in_once() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"agent": {"task_agent": "external_agent"}}, "neither a command nor an entry"),
+        ({"agent": {"name": "external_agent"}}, "neither a command nor an entry"),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
+            {"agent": {"name": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
             "both a command and an entry",
         ),
-        ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent, which doesn't use it"),
+        ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"entry": "a:b", "inside": True}}},
+            {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
             "a function runs in the rollout worker, and only a command can run in a sandbox",
         ),
         (
             {
-                "agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}},
+                "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
             "sandboxes of fake have no way to the policy; those of local, e2b and daytona have",
         ),
         (
-            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
+            {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
             "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
         ),
         (
             {
-                "agent": {"task_agent": "external_agent", "external": {"command": ["a"]}},
+                "agent": {"name": "external_agent", "external": {"command": ["a"]}},
                 "learner": {"share_prefixes": False},
             },
             "whose trajectories may fork, and learner.share_prefixes is false",
         ),
         (
-            {"agent": {"task_agent": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
+            {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
             "an external agent brings tools of its own",
         ),
     ],
@@ -514,13 +513,13 @@ def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: s
 async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
     external: dict[str, Any], problem: str
 ) -> None:
-    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": external}})
+    config = Config.model_validate({"agent": {"name": "external_agent", "external": external}})
     with pytest.raises(ConfigError, match=problem):
         await ExternalAgent.open(config)
 
 
 def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
-    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": {"entry": "a:b"}}})
+    config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config, formats, None)
 
@@ -553,7 +552,7 @@ INSIDE = textwrap.dedent(
 async def inside(
     bench: Bench, text: str, *, config: SandboxConfig | None = None, **external: Any
 ) -> AsyncIterator[tuple[ExternalAgent, Any]]:
-    """An agent whose program runs in sandboxes, the local provider's if no other is named, and these."""
+    """An agent whose program runs in a sandbox, by default the local provider's."""
     given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
     files = {"agent.py": INSIDE + textwrap.dedent(text)}
     async with (
@@ -798,7 +797,7 @@ async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever
             section = {"timeout_s": 60.0, "inside": is_inside, **external}
             values = {
                 "model": {"path": str(tmp_path / "model")},
-                "agent": {"task_agent": "external_agent", "chat_template": "chatml_hermes", "external": section},
+                "agent": {"name": "external_agent", "chat_template": "chatml_hermes", "external": section},
                 "rollout": {"max_completion_tokens": 4000},
             }
             agent = await ExternalAgent.open(Config.model_validate(values), sandboxes)

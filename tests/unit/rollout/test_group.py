@@ -1,4 +1,4 @@
-"""A group from prompt to verdicts, with an engine and a task written out here: no model, no sandbox, no Ray."""
+"""A group from prompt to verdicts, with a hand-written engine and task: no model, no sandbox, no Ray."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Task:
-    """Pays one point per character; three characters find the sandbox dead."""
+    """Gives one point per character; for three characters the sandbox is dead."""
 
     name: str = "echo"
 
@@ -118,7 +118,7 @@ async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
 
 @dataclass
 class QuittingEngine(Engine):
-    """vLLM gives the last trajectory up after two tokens, for this reason."""
+    """vLLM ends the last trajectory after two tokens, for this reason."""
 
     reason: str = "abort"
 
@@ -224,7 +224,7 @@ def test_seeds_depend_on_run_group_and_trajectory_only() -> None:
 
 @dataclass
 class Comparing(Judging):
-    """Judges that pay each response its place from the end, or never come to one."""
+    """Judges that score each response by its place from the end, or never finish."""
 
     hangs: bool = False
     compares: bool = True

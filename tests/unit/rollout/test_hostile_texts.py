@@ -1,10 +1,11 @@
-"""Whatever a policy and its tools write, from the turn to the page: nothing raises, nothing holds the event loop."""
+"""Hostile texts of a policy and its tools, from the turn to the page: none raises or blocks the event loop."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxSource
-from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec
+from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import to_trajectory, with_terms
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.groups import GroupFilter, Page, find_groups
@@ -35,7 +36,7 @@ from support.hermes import HermesParser
 from support.timing import nothing_holds_the_loop
 
 LOOP_HOLD_S = 0.2
-"""Of processor time, for which one text may keep all other trajectories of a worker waiting."""
+"""Processor time for which one text may block all other trajectories of a worker."""
 PIECES = [
     *("<tool_call>", "</tool_call>", '<tool_call>{"name": "say", "arguments": {"text": ', "}}</tool_call>", "<think>"),
     *("</think>", "</tool_response>", "<|im_end|>", "<|im_start|>user\n", "```python\n", "```", "~~~", "`", " ", "\n"),
@@ -92,7 +93,7 @@ TASK = CodingTask(
 
 
 class Say(ToolBase):
-    """Returns a text of somebody else's."""
+    """Returns a text from outside."""
 
     schema = ToolSchema(
         name="say",
@@ -110,7 +111,7 @@ class Say(ToolBase):
 
 
 class NoSandboxes:
-    """Every sandbox is gone: what runs is not the subject, what reads the text before it is."""
+    """Every sandbox is gone: the code that reads the text runs before any code runs."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> Self:
         return self
@@ -122,7 +123,7 @@ class NoSandboxes:
         return None
 
 
-async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
+async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
     tools = ToolSet([Say(result)])
     chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
@@ -141,7 +142,7 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
 
 
 def shown(folder: Path, tokenizer: Any) -> str:
-    """All that the page asks for, as it is sent."""
+    """Return everything that the page requests, as it is sent."""
     index = GroupIndex(open_source(str(folder)))
     while index.refresh():
         pass
@@ -161,8 +162,10 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
     turns: list[str], result: str, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async with nothing_holds_the_loop(LOOP_HOLD_S, time.thread_time):
-        episode = await play(chat_tokenizer, turns, result)
-        answer = Answer(completion_text=episode.final_text, data_source="openai/gsm8k", ground_truth="7", extra_info={})
+        played = await play(chat_tokenizer, turns, result)
+        answer = Answer(
+            completion_text=played.completion_text, data_source="openai/gsm8k", ground_truth="7", extra_info={}
+        )
         nowhere = cast(SandboxSource, NoSandboxes())
         reward = await score_answer(answer, AnswerRewards(weights=Weights(format=0.1)), nowhere)
         # The text as an engine could hand it on, which no tokenizer has cleaned.
@@ -171,10 +174,10 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "trajectories").mkdir()
-    trajectories = tuple(to_trajectory(episode, with_terms(one, episode)) for one in (reward, code_reward))
+    trajectories = tuple(replace(played, reward=with_terms(one, played)) for one in (reward, code_reward))
     group = Group(
         group_id=0,
-        prompt=Prompt(task="t", text=result, token_ids=episode.token_ids[: episode.num_prompt_tokens]),
+        prompt=Prompt(task="t", text=result, token_ids=played.token_ids[: played.num_prompt_tokens]),
         trajectories=trajectories,
     )
     write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [group])

@@ -1,14 +1,14 @@
-"""Several sources in one run: whose turn it is follows from seed and id alone, and one source is as it always was."""
+"""Several sources in one run: the order follows from seed and id alone, and a single source is as it always was."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.types import RolloutStatus
+from rayapp.core.types import Trajectory
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.group import _scored
@@ -30,7 +30,7 @@ from rayapp.rollout.order import (
     sampling_seed,
     scoring_seed,
 )
-from rayapp.rollout.recorder import Episode, EpisodeEnd
+from rayapp.rollout.recorder import Recorder
 from rayapp.rollout.sources import RunGroups, TaskGroups, open_groups
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -213,14 +213,14 @@ def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: P
     history.end_step()
 
     later = [history.drawn(request(group_id)).source for group_id in range(1000)]
-    assert later.count(0) < 500  # what is always solved comes less often
+    assert later.count(0) < 500  # a source that is always solved is drawn less often
     assert [history.drawn(request(group_id)).source for group_id in range(1000)] == later
 
 
 def test_a_mistake_in_a_source_is_told_with_its_name(tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> None:
     sources = [
         {"name": "fine", "tasks": letter_tasks[:1]},
-        {"name": "rows", "data": {"train_files": [str(tmp_path / "gone.parquet")]}},
+        {"name": "rows", "tasks": [str(tmp_path / "gone.parquet")]},
     ]
     config = config_of(tiny_model, *sources)
 
@@ -229,18 +229,18 @@ def test_a_mistake_in_a_source_is_told_with_its_name(tiny_model: Path, letter_ta
 
 
 def test_a_source_without_rows_to_train_on_is_refused_for_training(tiny_model: Path, tmp_path: Path) -> None:
-    sources = [{"name": "rows", "data": {"eval_files": [str(tmp_path / "a.parquet")]}}]
+    sources = [{"name": "rows", "eval": {"tasks": [str(tmp_path / "a.parquet")]}}]
     config = config_of(tiny_model, *sources)
 
-    with pytest.raises(InputError, match=r"^source rows: data\.train_files is empty"):
+    with pytest.raises(InputError, match=r"^source rows: tasks is empty"):
         check_inputs(config, training=True)
 
 
 def test_an_evaluation_without_anything_to_evaluate_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    sources = [{"name": "rows", "data": {"train_files": [str(tmp_path / "a.parquet")]}}]
+    sources = [{"name": "rows", "tasks": [str(tmp_path / "a.parquet")]}]
     config = config_of(tiny_model, *sources)
 
-    with pytest.raises(InputError, match=r"data\.eval_files is empty, and this is an evaluation"):
+    with pytest.raises(InputError, match=r"eval\.tasks is empty, and this is an evaluation"):
         check_inputs(config, training=False)
 
 
@@ -282,14 +282,5 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
     assert "write" in stub.bodies[1]["messages"][1]["content"]
 
 
-def said(text: str) -> Episode:
-    return Episode(
-        token_ids=np.zeros(1, np.int32),
-        response_mask=np.zeros(1, np.bool_),
-        rollout_log_probs=np.zeros(1, np.float32),
-        num_prompt_tokens=1,
-        turns=(),
-        end=EpisodeEnd.ANSWERED,
-        status=RolloutStatus.COMPLETED,
-        answer=text,
-    )
+def said(text: str) -> Trajectory:
+    return replace(Recorder([0]).trajectory(), completion_text=text)

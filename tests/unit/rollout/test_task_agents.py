@@ -93,7 +93,7 @@ class Bench:
         tool_file: str = "",
         deadline_s: float = 60.0,
     ) -> Played:
-        """A group of a task, by the path that a rollout worker takes, from the loaded task on."""
+        """Return a played group of a task, by the path that a rollout worker takes."""
         say = script if callable(script) else lambda trajectory, turn: script[turn]
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
@@ -131,7 +131,7 @@ class Bench:
 
 @pytest.fixture
 def opened(chat_tokenizer: Any) -> Callable[..., Any]:
-    """A bench on sandboxes of this provider, the node's own unless said otherwise."""
+    """Return a bench on sandboxes of this provider, by default the local one."""
 
     @asynccontextmanager
     async def open_bench(provider: SandboxProvider | None = None) -> AsyncIterator[Bench]:
@@ -152,7 +152,7 @@ def config_of(*overrides: str) -> Config:
     return load_config(
         None,
         [
-            "agent.task_agent=tool_agent",
+            "agent.name=tool_agent",
             "rollout.max_prompt_tokens=100",
             "rollout.max_completion_tokens=100",
             *overrides,
@@ -245,7 +245,7 @@ async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_
 
         @dataclass
         class Meeting:
-            """Hands sandboxes out once two are held side by side."""
+            """Lends sandboxes once two callers hold one at the same time."""
 
             num: int = 0
 
@@ -477,8 +477,8 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
 
 
 def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() -> None:
-    assert load_config(None, []).default_agent == "single_turn_agent"
-    assert load_config(None, ["agent.task_agent=tool_agent"]).default_agent == "tool_agent"
+    assert load_config(None, []).agent_name == "single_turn_agent"
+    assert load_config(None, ["agent.name=tool_agent"]).agent_name == "tool_agent"
     with pytest.raises(ConfigError, match="tasks are played in one turn, without tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
 

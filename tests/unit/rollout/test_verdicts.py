@@ -1,4 +1,4 @@
-"""Whatever code of others raises or returns costs its own trajectory: the rest of the group keeps its rewards."""
+"""Whatever foreign code raises or returns costs only its own trajectory: the rest of the group keeps its rewards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from support.hermes import HermesParser
 
 
 class Unreadable:
-    """A number that raises when it is read, and can't be shown."""
+    """A number that raises when it is read or shown."""
 
     def __float__(self) -> float:
         raise RuntimeError("no")
@@ -166,7 +166,7 @@ class Scene:
         self.is_bad |= arguments["text"] == "bad"
         return ToolOutput(text=self.act() if self.is_bad and self.where == "call" else "heard")
 
-    async def reward(self, task: Any, episode: Any) -> float:
+    async def reward(self, task: Any, played: Any) -> float:
         return self.act() if self.is_bad and self.where == "verdict" else 1.0  # type: ignore[no-any-return]
 
 
@@ -218,15 +218,15 @@ class Bench:
         return self.row(AnswerRewards(weights=Weights(tool=1.0, tool_verdict=1.0)), Hostile(act, where))
 
     async def player(self, act: Act) -> Assignment:
-        """A plug-in that plays with the process's loop, and is hostile where the policy said "bad"."""
+        """A plug-in that plays with the process's loop, and is hostile if the policy said "bad"."""
         loop = self.loop(Hostile(raising(KeyError()), "nowhere"))
 
         async def play(**asked: Any) -> Any:
-            episode = await loop.run(AgentPrompt(token_ids=self.prompt_ids), **asked)
-            if "bad" not in episode.final_text:
-                return episode
+            played = await loop.run(AgentPrompt(token_ids=self.prompt_ids), **asked)
+            if "bad" not in played.completion_text:
+                return played
             found = act()
-            return found if found is None or isinstance(found, str) else replace(episode, tool_rewards={"x": found})
+            return found if found is None or isinstance(found, str) else replace(played, tool_rewards={"x": found})
 
         return replace(self.row(AnswerRewards()), play=play)
 
@@ -285,7 +285,7 @@ KINDS: dict[str, Callable[[Bench, Act], Any]] = {
     "environment verdict": partial(Bench.environment, where="verdict"),
 }
 GIVES_TEXT = {"tool call", "tool wait", "tool release", "environment call"}
-"""Where the hostile thing is a tool's result, which the policy reads: its trajectory may stay valid."""
+"""Cases in which the hostile value is a tool's result, which the policy reads: the trajectory may stay valid."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -294,7 +294,7 @@ async def test_what_code_of_others_raises_or_returns_costs_its_own_trajectory(ki
     bench.calls = kind.startswith(("tool", "environment"))
     for name, act in HOSTILE.items():
         if kind == "plug-in" and name in ("[1.0]", "None"):
-            continue  # of no episode's form, as "1" is
+            continue  # of no played's form, as "1" is
         trajectories = await bench.play(await KINDS[kind](bench, act))
         bad, others = trajectories[BAD], [each for each in trajectories if each is not trajectories[BAD]]
         assert all(each.reward.valid for each in others), (kind, name)

@@ -1,4 +1,4 @@
-"""What can be wrong with the place a run lives in: each is told before anything starts, and what is there stays.
+"""Faults of a run's location: each is reported before anything starts, and existing files stay.
 
 The messages of the storage layer itself are in test_storage_s3.py, those of the view server in test_view_server.py.
 """

@@ -1,4 +1,4 @@
-"""A metric that checkpoints are kept for must be one that the run has."""
+"""A metric that checkpoints are kept for must exist in the run."""
 
 from __future__ import annotations
 

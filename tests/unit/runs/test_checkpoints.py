@@ -1,4 +1,4 @@
-"""A save that is interrupted anywhere leaves a whole checkpoint, and pruning keeps what it says."""
+"""A save that is interrupted anywhere leaves a complete checkpoint, and pruning keeps the configured ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILLED, FINISHED = 9, 0
 
 
 def save(folder: CheckpointFolder, version: int, score: float | None = None) -> Path:
-    """A checkpoint whose files say which version they are of."""
+    """A checkpoint whose files contain their version."""
     pending = folder.begin(version)
     (pending / "learner").mkdir()
     for name in ("a", "b"):
@@ -61,7 +61,8 @@ def killed_at(event_number: int, work: Callable[[], object]) -> int:
 
 
 def kill_a_save_at_every_touch(root: Path, *, has_torn_one: bool) -> list[int]:
-    """Exit codes of the saves, the last of which was let be. Raises AssertionError where one left less than it may."""
+    """Kill a save at every touch of a file. Returns the exit codes; the last save finishes. Raises AssertionError if
+    one left less than it may."""
     exit_codes: list[int] = []
     for number in range(1, 400):
         folder = CheckpointFolder(root / str(number), CheckpointSection(keep_last=1))
@@ -78,7 +79,7 @@ def kill_a_save_at_every_touch(root: Path, *, has_torn_one: bool) -> list[int]:
         texts = content_of(found)
         assert texts == [f"{name} of {found.version} " * found.version for name in ("a", "b")], f"{number}: {texts}"
         assert found.next_group_id == 2 * found.version
-        save(folder, 3)  # whatever was left does not stand in the way
+        save(folder, 3)  # leftovers do not stand in the way
         assert [c.version for c in folder.whole()] == [3]
         assert sorted(path.name for path in folder.path.iterdir()) == ["step=000003"]
         if exit_codes[-1] == FINISHED:

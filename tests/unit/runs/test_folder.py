@@ -1,4 +1,4 @@
-"""The run folder: one owner, and nothing in it that looks whole and isn't."""
+"""The run folder: one owner, and no incomplete file that looks complete."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
 
 
 def damaged(checkpoint: Path) -> None:
-    """Other bytes, as many."""
+    """Replace bytes, keeping the length."""
     (checkpoint / "weights").write_bytes(b"x" * 100)
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_refused_aloud_for_the_one_before(
             found = folder.checkpoints.verified()
             assert found is not None
             assert found.version == 4
-            assert latest_version(folder) == 4  # nobody else goes on from it either
+            assert latest_version(folder) == 4  # no other run continues from it either
         (line,) = caplog.messages
         assert re.fullmatch(
             r"checkpoint .*step=000006 is refused: weights is not what was written, by its checksum; step=000004 is "
@@ -235,7 +235,7 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert latest_version(folder) == 1
-        assert list(pending.iterdir()) == []  # nor does what was begun take room
+        assert list(pending.iterdir()) == []  # the files that were begun are deleted too
 
 
 def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_finished_run_that_gets_more_steps_is_not_finished_before_the_model_of
 
 
 def resumed(path: Path, **changed: object) -> None:
-    """Make a run with a checkpoint, and go on under another configuration."""
+    """Make a run with a checkpoint, and continue with another configuration."""
     with RunFolder.open(config(path)) as folder:
         save(folder, 2)
     with RunFolder.open(config(path, **changed)):

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the store comes back as it was."""
+"""Groups that a checkpoint kept come back unchanged."""
 
 from __future__ import annotations
 

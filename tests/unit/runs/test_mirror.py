@@ -1,4 +1,4 @@
-"""A run on s3://: what is whole arrives, nothing is lost meanwhile, and another machine goes on from there. On moto."""
+"""A run on s3://: complete files arrive, none is lost meanwhile, and another machine continues from there. On moto."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ pytest.importorskip("moto", reason="needs the development package moto[server]")
 TRANSFER = Transfer(max_attempts=2, backoff_base_s=0.01, connect_timeout_s=2, read_timeout_s=20)
 QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
 IMPATIENT = replace(QUICK, lease_s=1.0)
-"""Waits no longer for a sign of life. A write of its own that takes longer is tried again."""
+"""Settings that wait little for a sign of life; a write that takes longer is retried."""
 SILENT = replace(IMPATIENT, beat_every_s=1e6)
-"""Gives none unless a write asks for it."""
+"""Settings without regular beats: only a write beats."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def opened(config: Config, settings: S3Settings) -> Callable[..., RunMirror]:
 
 
 def step(folder: Path, number: int, *, reward: float = 0.0) -> None:
-    """What the driver leaves of a step."""
+    """Write what the driver leaves of a step."""
     (folder / "trajectories").mkdir(exist_ok=True)
     (folder / f"trajectories/step={number:06d}.parquet").write_bytes(b"t" * number)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -108,7 +108,7 @@ def save(config: Config, number: int, mirror: RunMirror | None = None, *, score:
 
 
 def there(config: Config, settings: S3Settings) -> dict[str, bytes]:
-    """Every object of the run, but for the locks."""
+    """Return every object of the run except the locks."""
 
     async def read() -> dict[str, bytes]:
         async with open_storage(config.run_uri, settings=settings) as storage:
@@ -178,7 +178,7 @@ def test_an_empty_machine_goes_on_from_the_last_whole_checkpoint(config: Config,
         assert checkpoint is not None
         assert (checkpoint.version, checkpoint.next_group_id) == (2, 4)
         assert (checkpoint.path / "learner" / "weights").read_bytes() == bytes([2]) * 1000
-        assert not (config.run_folder / "trajectories").exists()  # nothing goes on from them
+        assert not (config.run_folder / "trajectories").exists()  # nothing continues from them
         folder.truncate_after(2)
         wait_until(lambda: "trajectories/step=000003.parquet" not in there(config, settings))
 
@@ -312,7 +312,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_is_made_up_for(
         assert mirror.metrics()["storage/pending_files"] == 2.0
         proxy.plan = lambda _: None
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
-    assert caplog.text.count("uploads fail for now") == 1  # told once, however often it is tried
+    assert caplog.text.count("uploads fail for now") == 1  # reported once, however often it is retried
     assert "go on" in caplog.text
 
 
@@ -385,13 +385,13 @@ def test_a_run_that_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_
             wait_until(lambda: first.trouble != "", timeout_s=30)
         first.metrics()
     assert steps_of(there(config, settings)["metrics.jsonl"])[-1] == 7
-    assert (config.run_folder / "metrics.jsonl").exists()  # what the first one has stays
+    assert (config.run_folder / "metrics.jsonl").exists()  # the first one's files stay
 
 
 def test_a_run_that_was_paused_through_its_take_over_overwrites_nothing_when_it_resumes(
     config: Config, settings: S3Settings, opened
 ) -> None:
-    """A process that is stopped (SIGSTOP, a machine that sleeps) looks at its folder before it beats again."""
+    """A process that was stopped (SIGSTOP, a sleeping machine) checks its folder before it beats again."""
     elsewhere = config.run_folder.with_name("elsewhere")
     elsewhere.mkdir(parents=True)
     with pytest.raises(RunFolderError, match="was taken over by process"), opened(SILENT) as first:

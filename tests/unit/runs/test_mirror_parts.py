@@ -109,7 +109,7 @@ async def test_a_holder_that_is_silent_is_taken_over_and_learns_of_it(bucket: Lo
 
 
 async def test_of_two_that_were_both_let_through_the_one_whose_name_is_left_goes_on(bucket: LocalStorage) -> None:
-    """As on a store that checks for the object only when a request begins."""
+    """On a store that checks for the object only when a request begins."""
     first = await acquire(bucket, **QUICK)
     await bucket.put_bytes(holder(), "locks/000001.json")
 
@@ -171,7 +171,7 @@ async def test_writes_between_two_beats_cost_no_request_and_the_first_one_after_
 async def test_a_holder_that_comes_back_at_the_moment_of_the_take_over_is_waited_for(
     bucket: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its beat came after the watcher's last look, its look for a taker before the taker's lock."""
+    """Its beat came after the watcher's last look, and its check for a taker came before the taker's lock."""
     await bucket.put_bytes(holder(beat=1), "locks/000001.json")
     waits: list[float] = []
     settled = asyncio.sleep
@@ -286,7 +286,7 @@ async def test_pruning_keeps_the_newest_and_the_best_and_removes_torn_ones_befor
 
     assert sorted(gone) == ["checkpoints/step=000001", "checkpoints/step=000003"]
     left = {key.split("/")[1] for key in await keys(bucket) if key.startswith("checkpoints/")}
-    assert left == {"step=000002", "step=000004", "step=000005"}  # best, newest, and one that is being sent
+    assert left == {"step=000002", "step=000004", "step=000005"}  # best, newest, and one that is being uploaded
 
 
 async def test_trajectories_of_steps_that_are_taken_again_are_deleted_and_sent_again(
@@ -325,7 +325,7 @@ async def test_a_run_that_begins_anew_forgets_only_what_is_of_a_step(bucket: Loc
     await sending.files()
 
     assert await keys(bucket) == ["config.yaml", "trajectories/README"]
-    assert sending.uploaded_bytes == sent  # the rest was known to be there
+    assert sending.uploaded_bytes == sent  # the rest was known to be uploaded
 
 
 async def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_the_one_that_was_gone_on_from(
@@ -374,7 +374,7 @@ async def test_a_checkpoint_that_the_disk_damaged_after_its_commit_is_never_sent
 
     (found,) = await restore.whole_checkpoints(bucket)
     assert found.described.version == 2
-    assert sending.pending() == {}  # it is refused, not tried for ever
+    assert sending.pending() == {}  # it is refused, not retried forever
     assert (
         caplog.text.count("step=000004 was not uploaded and is refused: learner/weights is not what was written") == 1
     )
@@ -412,8 +412,8 @@ async def test_a_finished_run_is_seen_as_finished_on_an_empty_machine(
     (await prepare(bucket, empty, 2, must_be_new=False)).save()
 
     assert RunFolder(empty, config).is_finished
-    assert not (empty / "final" / "model.safetensors").exists()  # nothing goes on from it
-    assert uploader(bucket, empty).pending() == {}  # and the model there is not replaced by what is here
+    assert not (empty / "final" / "model.safetensors").exists()  # nothing continues from it
+    assert uploader(bucket, empty).pending() == {}  # and the model there is not replaced by the local one
     assert not RunFolder(empty, Config.model_validate({"train": {"num_steps": 3}})).is_finished
 
 

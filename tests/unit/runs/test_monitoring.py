@@ -1,4 +1,4 @@
-"""What an operator watches: the table of metrics, and the dashboard, alerts and reports made from it.
+"""Monitoring: the table of metrics, and the dashboard, alerts and reports made from it.
 
 promtool (of the Debian package prometheus) parses every query. For each alert it plays a fault that must fire it, and a
 healthy run that must not.
@@ -241,7 +241,7 @@ HEALTHY = {
 
 
 def fired(promtool: str, folder: Path, series: dict[str, str], expected: dict[str, Any] | None, name: str) -> str:
-    """promtool's complaint, empty if the alert did as expected at the end of the three hours."""
+    """Return promtool's complaint; empty if the alert was as expected at the end of the three hours."""
     (folder / "alerts.yaml").write_text(yaml.safe_dump(rule_file()))
     test = {
         "interval": "1m",

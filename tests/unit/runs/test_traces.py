@@ -1,4 +1,5 @@
-"""Rollouts as traces: which are taken, what their spans hold, and that MLflow's own client reads them back."""
+"""Trajectories as traces: which are chosen, the contents of their spans, and that MLflow's own client reads them
+back."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ def test_traces_that_nobody_takes_are_bounded() -> None:
         raise ConnectionError("no server")
 
     tracer = BackgroundTracer("slow", never, ratio=1.0, seed=0)
-    tracer.close()  # its thread has ended: nothing is taken any more
+    tracer.close()  # its thread has ended: later groups are not traced
     for step in range(MAX_WAITING_TRACES):
         tracer.trace(step, [group(TWO_TURNS)])
 
@@ -260,7 +261,7 @@ def test_texts_that_a_hostile_policy_writes_come_back_readable(mlflow_run: Confi
     experiment = client.get_experiment_by_name("tools")
     (trace,) = client.search_traces(locations=[experiment.experiment_id])
     (tool,) = (span for span in trace.data.spans if span.span_type == "TOOL")
-    # What no database can hold is written out.
+    # Characters that no database can hold are escaped.
     readable = bad.replace("\0", r"\x00").replace("\udc80", r"\udc80")
     assert (tool.inputs, tool.outputs) == ({"text": readable}, {"text": readable})
     assert tool.name == f"tool {readable}"

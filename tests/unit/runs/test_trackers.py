@@ -1,4 +1,4 @@
-"""Trackers of services, with the real libraries on this disk, and what happens to training when one fails or hangs."""
+"""Trackers of services, with the real libraries on this disk, and the effect on training if one fails or hangs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ METRICS = {"reward/mean": 0.5, "learner/entropy": float("nan")}
 
 
 class FakeFolder:
-    """What the trackers need of a run folder."""
+    """The parts of a run folder that trackers use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
 
 class Recording:
-    """Keeps what it is given; waits or fails when told to."""
+    """Records its calls; waits or fails when told to."""
 
     def __init__(self, first_step: int = 1) -> None:
         self.first_step = first_step
@@ -150,7 +150,7 @@ def test_a_service_that_can_not_be_made_is_made_when_it_is_back() -> None:
 
     tracker = BackgroundTracker("fake", make)
     tracker.log(1, METRICS)
-    # The failure of the first record comes up at the second, or at the end.
+    # The first record's failure is raised at the second, or at the end.
     try:
         tracker.log(2, METRICS)
         tracker.close()

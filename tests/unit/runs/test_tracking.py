@@ -1,4 +1,4 @@
-"""What a run leaves behind for people and their tools: step metrics, metrics.jsonl, both consoles, rewards.png.
+"""Output of a run for people and their tools: step metrics, metrics.jsonl, both consoles, rewards.png.
 
 The trajectory files have their own tests in test_trajectories.py.
 """
@@ -297,7 +297,7 @@ def test_on_a_terminal_the_display_is_redrawn_in_place_and_its_last_picture_stay
 
 
 def in_terminal(command: list[str]) -> str:
-    """What a command writes to a terminal of 120 columns."""
+    """Return a command's output in a terminal of 120 columns."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)

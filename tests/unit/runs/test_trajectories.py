@@ -1,4 +1,4 @@
-"""trajectories/step=NNNNNN.parquet: what is read back is what was written, under a schema that says its version."""
+"""trajectories/step=NNNNNN.parquet: reading returns what was written, under a versioned schema."""
 
 from __future__ import annotations
 

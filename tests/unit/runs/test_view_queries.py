@@ -1,4 +1,4 @@
-"""What `rayapp view` knows about a run, without server or browser: curves, index of groups, details, differences."""
+"""The data behind `rayapp view`, without server or browser: curves, index of groups, details, differences."""
 
 from __future__ import annotations
 
@@ -434,7 +434,7 @@ def test_a_folder_that_holds_runs_stands_for_all_of_them(run: Path, tmp_path: Pa
 
 @pytest.fixture
 def evaluated(run: Path) -> ViewedRun:
-    """The run with an evaluation after its second step, whose prompt 0 said something of its own."""
+    """The run with an evaluation after its second step, in which prompt 0 has a text of its own."""
     (run / "evaluations").mkdir()
     groups = [group(0, trajectory(1.0, text="Pineapple = 1")), group(1, trajectory(0.0))]
     write_trajectories(run / "evaluations" / "step=000002.parquet", 2, groups)

@@ -1,4 +1,4 @@
-"""`rayapp report`: one file that needs nothing else, with the run's numbers, and nothing of a model's that runs."""
+"""`rayapp report`: one self-contained file with the run's numbers, in which no model's text is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in object storage, read where it lies, against moto's HTTP server."""
+"""A run in object storage, read in place, on moto's HTTP server."""
 
 from __future__ import annotations
 

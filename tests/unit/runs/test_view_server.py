@@ -1,4 +1,4 @@
-"""The server of `rayapp view`: who may look, what it answers, and that no run notices."""
+"""The server of `rayapp view`: who may look, its answers, and that runs are not affected."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ class lifespan:  # noqa: N801
 
 @pytest.fixture
 def served(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`rayapp view` as a person starts it."""
+    """`rayapp view`, started as by a user."""
     command = [sys.executable, "-m", "rayapp", "view", str(run), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as one:
@@ -274,7 +274,7 @@ def test_a_browser_that_is_closed_in_the_middle_of_answers_harms_nothing(
     host = urlsplit(where)
     for _ in range(20):
         with socket.create_connection((host.hostname, host.port), timeout=60) as browser:
-            # Gone with the answer unread: the server meets a reset while it writes.
+            # Disconnect with the answer unread: the server gets a reset while it writes.
             browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             browser.sendall(b"GET /api/runs HTTP/1.1\r\nHost: " + host.netloc.encode() + b"\r\n\r\n")
 

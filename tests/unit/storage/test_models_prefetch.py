@@ -1,4 +1,4 @@
-"""A model on s3:// is copied here once, whole, by whoever comes first. On moto."""
+"""A model on s3:// is copied here once, completely, by the first process. On moto."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config(uri: str, tmp_path: Path) -> Config:
 
 
 def upload(folder: Path, uri: str) -> None:
-    """As any other program does: without a manifest."""
+    """Upload as another program does: without a manifest."""
 
     async def put() -> None:
         async with open_storage(uri) as storage:

@@ -393,7 +393,7 @@ async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_suc
                     await storage.put_file(big, "big.bin")
                 assert big.stat().st_size == BIG_BYTES
 
-                # The server remembers nothing: neither the bucket nor the parts.
+                # The restarted server has neither the bucket nor the parts.
                 server.start()
                 await make_bucket(server.url, "bucket")
                 proxy.plan = lambda _: None

@@ -79,7 +79,7 @@ def same(folder: Path) -> ModelTokenizer:
 
 
 def written(render: Callable[[], Any]) -> tuple[str, str]:
-    """Return the text, or the name of the error and how it begins."""
+    """Return the text, or the name and beginning of the error."""
     try:
         return "", str(render())
     except Exception as error:
@@ -177,6 +177,21 @@ def test_a_model_without_a_template_says_so(tiny_model: Path) -> None:
         ours.apply_chat_template([USER])
     with pytest.raises(ValueError, match="there are no messages"):
         ours.apply_chat_template([], chat_template="{{ messages }}")
+
+
+def test_variables_of_the_config_are_in_every_rendering(tmp_path: Path, chat_family: Any, pieces: Path) -> None:
+    fast = tmp_path / "fast"
+    chat_family("qwen3_coder").tokenizer.save_pretrained(fast)
+    plain = json.loads((pieces / "tokenizer_config.json").read_text()) | {"auto_map": {}}
+    (pieces / "tokenizer_config.json").write_text(json.dumps(plain))
+    for folder in (fast, pieces):  # the second one is read by transformers
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}:{{ enable_thinking }}")
+        settings = {"model": {"path": str(folder)}, "agent": {"chat_template_kwargs": {"enable_thinking": False}}}
+        tokenizer: Any = load_tokenizer(Config.model_validate(settings))
+        options = {"tokenize": False, "add_generation_prompt": True}
+        assert isinstance(tokenizer, ModelTokenizer) is (folder == fast)
+        assert tokenizer.apply_chat_template([USER], **options) == f"{USER['content']}:False"
+        assert tokenizer.apply_chat_template([USER], **options, enable_thinking=True).endswith(":True")
 
 
 def test_what_only_transformers_can_read_is_read_by_it(pieces: Path, tiny_model: Path) -> None:

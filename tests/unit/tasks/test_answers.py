@@ -28,7 +28,7 @@ STRICT = AnswerRewards()
 
 
 class NoSandboxes:
-    """A source that nobody may ask."""
+    """A lender that must not be called."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease:
         raise AssertionError("nothing here is code")
@@ -208,7 +208,7 @@ IMPURE_NAMES = {
 
 
 def branches_of_verl() -> Iterator[tuple[list[str], str]]:
-    """Data sources that verl's dispatcher knows (a prefix with a star), and the modules it takes for them."""
+    """Yield data sources that verl's dispatcher knows (a prefix with a star), and the modules that it uses for them."""
     tree = ast.parse((RULES / "__init__.py").read_text())
     dispatch = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "default_compute_score")
     for node in ast.walk(dispatch):
@@ -226,7 +226,7 @@ def branches_of_verl() -> Iterator[tuple[list[str], str]]:
 
 
 def test_no_completion_runs_outside_a_sandbox_whatever_data_source_of_verl_a_row_has() -> None:
-    """A verl that adds a data source, or takes another module for one, has to be judged anew: see answer_rules.py."""
+    """A verl that adds a data source, or uses another module for one, must be reviewed again: see answer_rules.py."""
     found = {source: module for sources, module in branches_of_verl() for source in sources}
     refused = {
         "numina_aops_forum": "prime_math", "numina_synthetic_math": "prime_math", "numina_amc_aime": "prime_math",
@@ -253,7 +253,7 @@ def test_rows_of_ones_own_are_code_problems_where_the_configuration_says_so() ->
     assert rewards.truth_kind("mine") == "tests"
     with pytest.raises(InputError, match=r"reward\.code\.sources"):
         STRICT.truth_kind("mine")
-    # One's own function goes before every rule.
+    # A user's own function precedes every rule.
     assert AnswerRewards(custom=CustomReward(path="m:f")).truth_kind("apps") == "any"
 
 

@@ -1,4 +1,4 @@
-"""`rayapp task audit`: what it says of sound tasks, and of tasks with one fault each, in real local sandboxes."""
+"""Findings of `rayapp task audit` on sound tasks, and on tasks with one fault each, in real local sandboxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code data sets on their way to rows and benchmarks: HumanEval from its package, the others as the hub has them."""
+"""Code data sets as rows and benchmarks: HumanEval from its package, the others in the hub's form."""
 
 from __future__ import annotations
 
@@ -178,9 +178,10 @@ def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
     benchmark: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    # HumanEval's longest prompts are beyond these tokens: told before anything starts, so the benchmark was read.
+    # HumanEval's longest prompts exceed this limit, which is reported before anything starts: so the benchmark was
+    # read.
     config.write_text(
-        f"model: {{path: {tiny_model}}}\ndata: {{eval_files: [none.parquet]}}\n"
+        f"model: {{path: {tiny_model}}}\neval: {{tasks: [none.parquet]}}\n"
         "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
     )
 

@@ -1,4 +1,4 @@
-"""Rows of code data sets as tests: every format, what each accepts, and what is no problem."""
+"""Rows of code data sets as tests: every format, what each accepts, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
 
 
 def encoded(value: object) -> str:
-    """As LiveCodeBench has its private cases."""
+    """Encode as LiveCodeBench encodes its private cases."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
@@ -83,7 +83,7 @@ def test_every_format_of_functions_comes_to_the_same_tests(row: dict[str, Any]) 
     assert test.calls == (("a", [1, 2]),)
     assert is_held(test.condition, [(2, 1)])
     assert not is_held(test.condition, [[1, 2]])
-    # Of a list with several values the first alone is no answer.
+    # If several values are expected, giving only the first is wrong.
     assert not is_held(test.condition, [2])
     assert tests.function == "f"
 

@@ -110,7 +110,7 @@ async def test_rows_that_cannot_be_mapped_are_named_and_counted(
     assert report.num_written == 2
     assert report.bad[0].startswith("row 1: the answer has no number")
     assert "row 1 can't be mapped" in caplog.text
-    # The index is that of the source, not of what was kept.
+    # The index is the source's, not that of the kept rows.
     assert [row["extra_info"]["index"] for row in read(tmp_path / "out" / "train.parquet")] == [0, 2]
 
 

@@ -1,4 +1,4 @@
-"""The shipped problems: every answer is proved, and the files are what the generator writes."""
+"""The shipped problems: every answer is verified, and the files are what the generator writes."""
 
 from __future__ import annotations
 

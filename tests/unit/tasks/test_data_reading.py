@@ -1,10 +1,13 @@
-"""Training data: which rows come, in which order, and what is said about files and rows that can't be used."""
+"""Training data: which rows come, in which order, and errors about files and rows that can't be used."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -138,6 +142,77 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert (len(data), data.num_overlong) == (6, 4)
     assert numbers(data, 7) == [0, 1, 2, 3, 4, 5, 0]
     assert data.row(3).prompt_ids == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_rows_of_a_json_file_are_those_of_the_same_parquet_file(tmp_path: Path, suffix: str) -> None:
+    rows = [verl_row(number) for number in range(9)]
+    rows[3]["extra_info"]["only_here"] = "2024-01-01"
+    file = tmp_path / f"rows{suffix}"
+    file.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+
+    data = open_now([str(file)], tmp_path, ReadOptions(seed=4))
+
+    same = open_now([write(tmp_path / "rows.parquet", rows, rows_per_group=1000)], tmp_path, ReadOptions(seed=4))
+    assert list(islice(data.rows(), 20)) == list(islice(same.rows(), 20))
+    assert sorted(row.extra_info.get("only_here", "") for row in islice(data.rows(), 9))[-2:] == ["", "2024-01-01"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": ', r"rows\.jsonl, line 2 is no JSON"),
+        ("[1]", r"rows\.jsonl: a list of rows was expected, each a mapping with prompt, data_source, reward_model"),
+        ('{"a": 1}\n{"a": "x"}', r"rows\.jsonl: a column needs values of one type in all rows"),
+        ('{"prompt": "2 + 2?", "answer": 4}', r"no column data_source, reward_model; .*`rayapp data rows`"),
+    ],
+)
+def test_a_json_file_that_cannot_be_used_is_told_with_what_it_lacks(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+
+    with pytest.raises(InputError, match=said):
+        open_now([str(tmp_path / "rows.jsonl")], tmp_path)
+
+
+def test_a_file_of_the_hub_is_fetched_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [verl_row(number) for number in range(3)]
+    content = Path(write(tmp_path / "rows.parquet", rows)).read_bytes()
+    asked = list[str]()
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            found = self.path == "/datasets/me/mine/resolve/v1/data/rows.parquet"
+            self.send_response(200 if found else 404)
+            for name, value in {"ETag": '"abc"', "X-Repo-Commit": "c" * 40}.items() if found else ():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)) if found else "0")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    try:
+        data = open_now(["hf://datasets/me/mine@v1/data/rows.parquet"], tmp_path, ReadOptions(shuffle=False))
+        assert numbers(data, 3) == [0, 1, 2]
+        with pytest.raises(InputError, match=r"mine/gone\.parquet: the hub does not give this file: "):
+            open_now(["hf://datasets/me/mine/gone.parquet"], tmp_path)
+        with pytest.raises(InputError, match=r"a file of the hub is hf://datasets/OWNER/NAME/FILE"):
+            open_now(["hf://datasets/me/rows.parquet"], tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_an_overlong_prompt_is_an_error_before_training_when_asked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which part of a completion is taken for the code."""
+"""The part of a completion that is taken as code."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_code_that_only_closes_a_fence_is_found() -> None:
 
 @pytest.fixture(name="many_switches")
 def _many_switches() -> Iterator[None]:
-    """Threads take turns within a parse, too: the collector runs often, and each time Python code."""
+    """Let threads switch within a parse, too: the collector runs often, and runs Python code each time."""
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
 
     def on_collection(phase: str, info: dict[str, int]) -> None: ...

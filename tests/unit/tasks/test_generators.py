@@ -1,4 +1,5 @@
-"""Problems of reasoning-gym as tasks: the same for a seed, scored by its rule, in a sandbox where that evaluates."""
+"""Problems of reasoning-gym as tasks: equal for equal seeds, scored by its rule, in a sandbox if that evaluates
+code."""
 
 from __future__ import annotations
 

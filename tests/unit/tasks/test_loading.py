@@ -1,4 +1,4 @@
-"""Tasks from names, YAML and Python files, and what is said when one can't be used."""
+"""Tasks from names, YAML and Python files, and errors about unusable ones."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     [
         ({"prompt": ""}, r"prompt = '': must be text, not empty"),
         ({"prompt": None}, r"prompt is missing"),
-        ({"func_name": "not a name"}, r"func_name = 'not a name': must be text, of the form"),
+        ({"func_name": "not a name"}, r"func_name = 'not a name': must be text, a Python name"),
         ({"signature": ""}, r"signature is missing: write it as `def add\(…\):`"),
         ({"signature": "def add(*a):"}, r"one for each parameter"),
         ({"signature": "def add():"}, r"has no parameter"),
@@ -160,7 +160,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"tests": ["1 +"]}, r"tests\[0\]: '1 \+' is no Python expression"),
         ({"reference": "a b"}, r"reference: 'a b' is no Python expression"),
         ({"banned_patterns": ["a b"]}, r"banned_patterns\[0\]: 'a b' names nothing"),
-        ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0\.0 and at most 600\.0"),
+        ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0 and at most 600"),
         ({"promt": "x"}, r"unknown key promt; did you mean prompt\?"),
         ({"prompt_format": "completion"}, r"with prompt_format completion the prompt has to end in the line `def add"),
         ({"prompt_format": "chat", "prefill": "x"}, r"only chat_prefill reads it"),

@@ -1,4 +1,4 @@
-"""Tasks over repositories: a folder in Harbor's layout, its hidden tests taken apart, what changed files are worth."""
+"""Tasks over repositories: a folder in Harbor's layout, its parsed hidden tests, and rewards of changed files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def sandboxes() -> AsyncIterator[SandboxSource]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of a shipped task, to be spoilt."""
+    """A copy of a shipped task, for tests to damage."""
     return Path(shutil.copytree(LIBRARY / "fix_median", tmp_path / "mine"))
 
 
@@ -88,7 +88,7 @@ async def test_the_solution_earns_one_and_the_repository_as_it_is_nothing(sandbo
         assert (reward.valid, reward.value, reward.terms["solved"]) == (True, worth, worth), reward
 
 
-@pytest.mark.long  # two minutes: what no run needs to see again
+@pytest.mark.long  # two minutes, too long for every run
 def test_the_shipped_tasks_are_audited_twenty_times_without_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["task", "audit", "repositories"]) == 0
     assert "10 tasks audited, 0 with findings" in capsys.readouterr().out
@@ -168,7 +168,7 @@ class Outputs(unittest.TestCase):
 
 
 def trusted(folder: Path, script: str = TEST_SH) -> RepositoryTask:
-    """The task as Harbor has it: scripts judge and solve."""
+    """The task as in Harbor: scripts judge and solve it."""
     shutil.rmtree(folder / "tests")
     (folder / "tests").mkdir()
     (folder / "tests" / "test.sh").write_text(script)
@@ -293,7 +293,7 @@ def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
 ) -> None:
     trusted(folder)
     change(folder)
-    config = {"tasks": [f"{folder}?trust_test_scripts=true"], "agent": {"task_agent": "tool_agent"}}
+    config = {"tasks": [f"{folder}?trust_test_scripts=true"], "agent": {"name": "tool_agent"}}
 
     with pytest.raises(ConfigError, match=f"task mine needs sandboxes of .*{why}.*local provider"):
         check_tasks(Config.model_validate(config), training=True, has_tokenizer=False)
@@ -435,7 +435,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
     (folder / "environment" / "Dockerfile").write_text("FROM python:3-slim\nRUN pip install numpy\n")
 
     def config(*providers: dict[str, object]) -> Config:
-        agent = {"task_agent": "tool_agent"}
+        agent = {"name": "tool_agent"}
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
@@ -456,7 +456,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
 def test_one_answer_can_not_play_a_repository(folder: Path) -> None:
     task = load_repository(folder, "mine")
 
-    with pytest.raises(InputError, match="task_agent to tool_agent"):
+    with pytest.raises(InputError, match=r"agent\.name to tool_agent"):
         task.render(None)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a completion is worth, for everything that can happen between the policy and the verdict."""
+"""The reward of a completion, for everything that can happen between the policy and the verdict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOOD = "\n    return 2 * x\n"
 
 
 class ScriptedSandboxes:
-    """A source whose sandboxes answer as scripted, one entry a lease: an error, or values and errors of the calls."""
+    """A lender whose sandboxes answer as scripted, one entry per lease: an error, or values and errors of the calls."""
 
     def __init__(self, *script: SandboxError | Sequence[object] | CallReport) -> None:
         self.script = list(script)
@@ -236,7 +236,7 @@ async def test_task_asks_for_a_sandbox_with_its_packages() -> None:
 
 
 class PlainTokenizer:
-    """One token per character; a chat template that shows who speaks."""
+    """One token per character; a chat template that writes each role."""
 
     has_template = True
 

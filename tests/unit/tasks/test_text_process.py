@@ -1,4 +1,4 @@
-"""The text process: it can be ended in the middle of a text, and what that costs is known."""
+"""The text process: it can be ended in the middle of a text, at a known cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def told(text):
     return [text, dict(os.environ), sorted(set(sys.modules) & {"numpy", "torch", "ray"})]
 """
 ENDLESS = "a" * 60 + "b"
-"""For `for_ever`, which holds the interpreter's lock as every regular expression does."""
+"""A text for `for_ever`, which holds the interpreter's lock as every regular expression does."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_the_event_loop_goes_on_while_a_hostile_text_is_read(process: Text
         await asyncio.sleep(0)
         turns += 1
     assert isinstance(reading.exception(), TextTooCostlyError)
-    assert turns > 100  # a thread that holds the interpreter's lock would let it have none
+    assert turns > 100  # a thread that held the interpreter's lock would leave it no turns
 
 
 async def test_a_text_that_crashes_its_reader_is_a_verdict_on_the_text(process: TextProcess, functions: Any) -> None:

@@ -1,4 +1,4 @@
-"""The machines behind the stub servers: what ends, ends whole."""
+"""The machines behind the stub servers: ending one ends all its processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_stopping_a_program_ends_what_it_started_in_a_session_of_its_own()
         box.stop(process)
 
         await process.wait()
-        # Nobody of ours waits for the child, so it may be left as a zombie: that runs nothing.
+        # This process does not wait for the child, so it may stay as a zombie, which runs nothing.
         async with asyncio.timeout(30):
             while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Refusals that can be waited out."""
+"""Refusals that can be waited out: HTTP 429 and 503."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayapp.tools.mcp_tool import PatientTransport
 
 
 async def ask(*answers: httpx2.Response, max_wait_s: float = 60.0) -> tuple[int, list[float]]:
-    """Status in the end, and the pauses."""
+    """Return the final status, and the pauses."""
     left, pauses = iter(answers), []
 
     async def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Native tools, tool files, and what a wrong file is told."""
+"""Native tools, tool files, and errors about wrong files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sandbox that a trajectory's tools share, with a provider that runs nothing."""
+"""The sandbox that a trajectory's tools share, with a provider that runs no code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayapp.tools.workspace import Workspace, open_workspace
 
 @asynccontextmanager
 async def workspace_of(provider: FakeProvider, **files: str) -> AsyncIterator[Workspace]:
-    """Of one sandbox at most; nothing is leased any more afterwards."""
+    """Yield a workspace; at most one sandbox is leased, and it is returned at the end."""
     async with open_pool(SandboxConfig(max_leases=1), "test-workspace", local=provider) as (sandboxes, pool):
         workspace = Workspace(sandboxes, SandboxSpec(), lease_timeout_s=5.0, files=files)
         yield workspace

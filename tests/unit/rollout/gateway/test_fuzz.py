@@ -1,5 +1,5 @@
 """Agents that do what agents do (streams, retries, parallel calls, helpers, edited history, dropped connections, wrong
-keys) in all three APIs: what would be trained on is what the engine sampled, each token once."""
+keys) in all three APIs: training gets exactly the tokens that the engine sampled, each once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from rayapp.core.trajectories import before
-from rayapp.core.types import Completion, RequestId, Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingParams
 from rayapp.learner.batch import TrainItem, make_micro_batch, trained_branches
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.outcome import to_trajectory
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
@@ -32,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass
 class LoggingEngine:
-    """Samples by chance and logs what it gave."""
+    """Samples at random and logs its completions."""
 
     tokenizer: Any
     dice: random.Random
@@ -74,7 +73,7 @@ class FuzzedAgent:
     statuses: Counter[int] = field(default_factory=Counter)
 
     async def act(self) -> None:
-        """Do one of the things that agents do."""
+        """Do one random action of an agent."""
         match self.dice.choice(["go on", "go on", "go on", "parallel", "retry", "edit", "helper", "drop", "key"]):
             case "parallel":
                 await asyncio.gather(*(self._go_on() for _ in range(3)))
@@ -198,7 +197,7 @@ def responses(messages: list[Message]) -> tuple[str, Message, Any]:
 
 
 async def fuzzed(tokenizer: Any, seed: int, num_actions: int) -> tuple[Session, LoggingEngine, Counter[int]]:
-    """A session after so many things that its agent did."""
+    """Return a session after so many actions of its agent."""
     engine = LoggingEngine(tokenizer, random.Random(seed))
     formats = Formats(
         tokenizer, model="tiny", template=load_template("chatml_hermes"), make_parser=lambda *parts: HermesParser()
@@ -223,7 +222,7 @@ async def fuzzed(tokenizer: Any, seed: int, num_actions: int) -> tuple[Session, 
 
 def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> None:
     tree = session.tree
-    ids, log_probs = tree.token_ids, tree.log_probs
+    ids, log_probs = tree.trajectory().token_ids, tree.trajectory().rollout_log_probs
     trained = [
         (
             tuple(ids[before(turn.start, tree.forks)].tolist()),
@@ -235,7 +234,7 @@ def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> No
     logged = [(prompt, tuple(c.token_ids.tolist()), tuple(c.log_probs.tolist())) for prompt, c in engine.log]
     assert Counter(trained) == Counter(logged)
 
-    trajectory = to_trajectory(session.episode(), Reward(value=1.0))
+    trajectory = session.trajectory()
     assert trajectory.status is RolloutStatus.COMPLETED
     assert trajectory.num_response_tokens == sum(c.token_ids.size for _, c in engine.log)
     places = np.concatenate([path[responses] for path, responses in trained_branches(trajectory)])
@@ -245,7 +244,7 @@ def check(session: Session, engine: LoggingEngine, statuses: Counter[int]) -> No
     assert batch.num_trained_tokens == places.size
     # What branches share is computed once, but for a few tokens where a branch would save less than it costs.
     assert batch.packing.num_tokens <= tree.size + 3 * len(tree.forks)
-    # Refused are wrong keys and nothing else.
+    # Only wrong keys are refused.
     assert set(statuses) <= {200, 401}
 
 

@@ -1,4 +1,4 @@
-"""`rayapp serve`'s server without Ray: asked by the real SDKs, over a scripted policy."""
+"""`rayapp serve`'s server without Ray: called by the real SDKs, over a scripted policy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from rayapp.core.errors import ConfigError
+from rayapp.core.types import SamplingParams
 from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
@@ -44,7 +45,8 @@ def serve(chat_tokenizer: Any) -> Any:
         template = load_template("chatml_hermes")
         formats = Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
         sockets = bound("127.0.0.1", 0)
-        options = {"model": "outputs/mine/final", "max_tokens": 4000, "key": "secret", "sockets": sockets, **options}
+        options = {"sampling": SamplingParams(max_tokens=4000), "sockets": sockets, **options}
+        options |= {"model": "outputs/mine/final", "key": "secret"}
         async with open_to_all(formats, AnyServer([engine]), **options) as url:
             yield url, engine
 
@@ -62,7 +64,7 @@ async def scraped(url: str) -> dict[str, float]:
 
 
 async def test_a_harness_chooses_its_own_distribution_and_every_api_answers(serve: Any) -> None:
-    async with serve("let me " + CALL, temperature=0.5) as (url, engine):
+    async with serve("let me " + CALL, sampling=SamplingParams(max_tokens=4000, temperature=0.5)) as (url, engine):
         chat = client(url).chat.completions
         asked: Any = {"model": "any", "messages": HI}
         first = await chat.create(**asked, tools=[TOOL], temperature=0, top_p=0.9, seed=-1, max_tokens=90)

@@ -1,4 +1,4 @@
-"""The gateway over HTTP, asked by the real SDKs: what they send is served, and what they get they can read."""
+"""The gateway over HTTP with the real SDKs: it serves their requests, and they can read its replies."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_openais_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
         assert message.tool_calls is not None
         assert message.tool_calls[0].function.arguments == '{"t": "a"}'
         assert whole.usage is not None
-        assert whole.usage.completion_tokens == served.session.tree.response_mask.sum()
+        assert whole.usage.completion_tokens == served.session.tree.trajectory().response_mask.sum()
 
 
 async def test_openais_choices_stop_and_length(serve: Any) -> None:
@@ -174,7 +174,7 @@ async def test_anthropics_stream_is_the_same_reply_in_pieces(serve: Any) -> None
         assert len(texts) == 3
         assert whole.content[0].text == "".join(texts) == "x" * 700  # type: ignore[union-attr]
         assert (whole.content[1].input, whole.stop_reason) == ({"t": "a"}, "tool_use")  # type: ignore[union-attr]
-        assert whole.usage.output_tokens == served.session.tree.response_mask.sum()
+        assert whole.usage.output_tokens == served.session.tree.trajectory().response_mask.sum()
 
 
 async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: Any) -> None:
@@ -384,7 +384,7 @@ async def test_a_body_that_is_nonsense_or_too_large_is_refused_and_the_session_g
 
 
 class Waits:
-    """An engine that answers when it is told to."""
+    """An engine that answers when the test allows it."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""A session on a scripted policy: what each call reads, what is recorded, and what is refused."""
+"""A session on a scripted policy: the prompt of each call, the recorded tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Bench:
         return await self.session.ask(Ask(messages=messages, **fields))
 
     def read(self, number: int) -> str:
-        """What the engine read in a call."""
+        """Return the prompt that the engine got in a call."""
         return str(self.tokenizer.decode(self.engine.requests[number][1], skip_special_tokens=False))
 
 
@@ -149,11 +149,11 @@ async def test_a_tool_result_that_is_cut_later_forks_after_the_turn_that_called(
 
     tree = b.session.tree
     assert len(tree.forks) == 1
-    # It parts where the results do, in the middle of what was read.
-    assert (
-        "a " + b.tokenizer.decode(tree.token_ids[tree.forks[0].start : tree.turns[2].start][:5].tolist()) == "a [cut]"
-    )
-    assert tree.token_ids[before(tree.turns[2].start, tree.forks)].tolist() == list(b.engine.requests[2][1])
+    # The branches split where the results differ, in the middle of the prompt.
+    ids = tree.trajectory().token_ids
+    assert "a " + b.tokenizer.decode(ids[tree.forks[0].start : tree.turns[2].start][:5].tolist()) == "a [cut]"
+    read = tree.trajectory().token_ids[before(tree.turns[2].start, tree.forks)]
+    assert read.tolist() == list(b.engine.requests[2][1])
 
 
 async def test_a_compacted_history_begins_a_conversation_and_shares_what_it_can(bench: Any) -> None:
@@ -168,7 +168,8 @@ async def test_a_compacted_history_begins_a_conversation_and_shares_what_it_can(
     assert "I said so" in b.read(2)
     assert len(tree.forks) == 1
     assert tree.forks[0].after >= len("You are an agent.")  # Bytes are tokens here: the system prompt is there once.
-    assert tree.token_ids[before(tree.turns[2].start, tree.forks)].tolist() == list(b.engine.requests[2][1])
+    read = tree.trajectory().token_ids[before(tree.turns[2].start, tree.forks)]
+    assert read.tolist() == list(b.engine.requests[2][1])
 
 
 async def test_choices_are_turns_of_one_prompt_and_each_can_go_on(bench: Any) -> None:
@@ -182,7 +183,8 @@ async def test_choices_are_turns_of_one_prompt_and_each_can_go_on(bench: Any) ->
     assert [choice.text for choice in reply.choices] == ["one", "two"]
     assert "two<|im_end|>" in b.read(2)
     assert "one<|im_end|>" in b.read(3)
-    assert b.session.tree.response_mask.sum() == sum(len(t) + 1 for t in ("one", "two", "after two", "after one"))
+    num_sampled = sum(len(t) + 1 for t in ("one", "two", "after two", "after one"))
+    assert b.session.trajectory().num_response_tokens == num_sampled
 
 
 async def test_a_call_that_can_not_be_read_is_text(bench: Any) -> None:
@@ -223,7 +225,7 @@ async def test_a_session_that_has_no_turns_left_says_so(bench: Any) -> None:
         await b.ask(user("hi"))
 
     assert refused.value.kind == "turns"
-    assert b.session.episode(failure="the agent exited with 1").status is RolloutStatus.MAX_TURNS
+    assert b.session.trajectory(failure="the agent exited with 1").status is RolloutStatus.MAX_TURNS
 
 
 async def test_a_session_is_cut_to_the_tokens_of_a_trajectory(bench: Any) -> None:
@@ -235,7 +237,7 @@ async def test_a_session_is_cut_to_the_tokens_of_a_trajectory(bench: Any) -> Non
         await b.ask(user("hi"), reply.choices[0].said, user("more"))
 
     assert refused.value.kind == "tokens"
-    assert b.session.episode().status is RolloutStatus.TRUNCATED
+    assert b.session.trajectory().status is RolloutStatus.TRUNCATED
 
 
 async def test_samples_of_one_moment_share_what_is_left_and_all_fit(bench: Any) -> None:
@@ -319,7 +321,7 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(RefusedError, match=r"these tools can't be told to the policy: .*has no place for tools"):
+    with pytest.raises(RefusedError, match=r"these tools can't be put into the prompt: .*has no place for tools"):
         await b.ask(user("hi"), tools=(TOOL,))
 
 
@@ -369,11 +371,11 @@ async def test_a_refused_call_truncates_only_a_trajectory_that_ends_with_it(benc
     b = await bench("one", max_tokens=200)
     with pytest.raises(RefusedError, match="maximum context length"):
         await b.ask(user("x" * 300))
-    assert b.session.episode().status is RolloutStatus.TRUNCATED
+    assert b.session.trajectory().status is RolloutStatus.TRUNCATED
 
     await b.ask(user("hi"))
 
-    assert b.session.episode().status is RolloutStatus.COMPLETED
+    assert b.session.trajectory().status is RolloutStatus.COMPLETED
 
 
 async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> None:
@@ -384,12 +386,12 @@ async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> N
     reply = await b.ask(user("hi"))
 
     assert (reply.choices[0].finish_reason, b.session.tree.size) == ("stop", b.max_tokens)
-    assert b.session.episode().status is RolloutStatus.COMPLETED
+    assert b.session.trajectory().status is RolloutStatus.COMPLETED
 
 
 async def test_a_prompt_that_can_not_fit_is_refused_before_it_is_rendered(bench: Any) -> None:
     b = await bench(max_tokens=100)
-    b.session.formats.plain.chat.prompt_ids = None  # nobody may call it
+    b.session.formats.plain.chat.prompt_ids = None  # must not be called
 
     for messages in ((user("x" * 3_201),), (user(""),) * 101):
         for ask in (b.session.ask, b.session.count):
@@ -419,6 +421,6 @@ async def test_calls_under_another_models_name_are_answered_and_not_recorded(ben
 
     assert title.choices[0].text == "a title"
     assert [turn.text for turn in b.session.tree.turns] == ["the answer"]
-    assert b.session.episode().status is RolloutStatus.COMPLETED
+    assert b.session.trajectory().status is RolloutStatus.COMPLETED
     with pytest.raises(RefusedError, match="under other models' names"):
         await b.ask(user("Name this."), model="small", num_choices=4)

@@ -1,4 +1,4 @@
-"""The tree of a rollout's tokens: what was read after what, each token once, and its branches as plain sequences."""
+"""The tree of a trajectory's tokens: each token once, its context, and branches as plain sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.trajectories import before, branches, path_to
 from rayapp.core.types import Completion, Fork, VersionSpan
-from rayapp.rollout.recorder import TokenTree, cut_completion
+from rayapp.rollout.recorder import Recorder, cut_completion
 
 
 def completion(ids: Sequence[int]) -> Completion:
@@ -24,34 +24,34 @@ def completion(ids: Sequence[int]) -> Completion:
     )
 
 
-def add(tree: TokenTree, after: int, read: Sequence[int], sampled: Sequence[int]) -> int:
+def add(tree: Recorder, after: int, read: Sequence[int], sampled: Sequence[int]) -> int:
     return tree.add_turn(after, read, completion(sampled), text="", started_at_s=0.0)[1]
 
 
 def test_a_conversation_that_goes_on_is_one_line() -> None:
-    tree = TokenTree()
+    tree = Recorder()
 
     last = add(tree, add(tree, -1, [1, 2], [3]), [4], [5, 6])
 
-    assert tree.token_ids.tolist() == tree.context(last) == [1, 2, 3, 4, 5, 6]
-    assert tree.response_mask.tolist() == [False, False, True, False, True, True]
-    assert tree.log_probs.tolist() == [0, 0, -1, 0, -1, -2]
+    assert tree.trajectory().token_ids.tolist() == tree.context(last) == [1, 2, 3, 4, 5, 6]
+    assert tree.trajectory().response_mask.tolist() == [False, False, True, False, True, True]
+    assert tree.trajectory().rollout_log_probs.tolist() == [0, 0, -1, 0, -1, -2]
     assert tree.forks == []
 
 
 def test_a_retry_reads_nothing_again_and_is_a_turn_of_its_own() -> None:
-    tree = TokenTree()
+    tree = Recorder()
     add(tree, -1, [1, 2], [3, 4])
 
     last = add(tree, -1, [1, 2], [3, 5])
 
-    assert tree.token_ids.tolist() == [1, 2, 3, 4, 3, 5]
+    assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 3, 5]
     assert tree.forks == [Fork(start=4, after=1)]
     assert tree.context(last) == [1, 2, 3, 5]
 
 
 def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_on() -> None:
-    tree = TokenTree()
+    tree = Recorder()
     main = add(tree, -1, [1, 2], [3])
     add(tree, -1, [7], [8])
 
@@ -63,14 +63,14 @@ def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_o
 
 
 def test_what_an_agent_sends_again_from_the_start_is_there_once_up_to_where_it_differs() -> None:
-    tree = TokenTree()
+    tree = Recorder()
     add(tree, add(tree, -1, [1, 2], [3]), [4, 9], [5])
 
     assert tree.num_new(-1, [1, 2, 3, 4, 8]) == 1
     last = add(tree, -1, [1, 2, 3, 4, 8], [6])
 
     assert tree.context(last) == [1, 2, 3, 4, 8, 6]
-    assert tree.token_ids.tolist() == [1, 2, 3, 4, 9, 5, 8, 6]
+    assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 9, 5, 8, 6]
     assert before(6, tree.forks).tolist() == [0, 1, 2, 3]
 
 
@@ -91,18 +91,18 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -
         said = replace(completion(sampled), routed_experts=np.full((rows, 1, 2), number, np.uint8))
         return tree.add_turn(after, read, said, text="", started_at_s=0.0)[1]
 
-    tree = TokenTree()
+    tree = Recorder()
     first = turn(-1, [1, 2], [3, 4], known=0, number=1)
     assert tree.num_routed(first) == 3  # nothing has read 4 yet
     again = turn(1, [], [5, 6], known=tree.num_routed(1), number=2)
     goes_on = turn(first, [7], [8], known=tree.num_routed(first), number=3)
-    # Asked at the same time as the turn before it, and recorded after it.
+    # Started at the same time as the turn before it, and recorded after it.
     turn(first, [7], [9, 9], known=3, number=4)
 
     assert tree.num_routed(again) == 3
     assert tree.num_routed(goes_on) == 5
-    assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
-    experts = tree.routed_experts
+    assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    experts = tree.trajectory().routed_experts
     assert experts is not None
     assert experts.shape == (10, 1, 2)
     assert experts[:, 0, 0].tolist() == [1, 1, 1, 3, 2, 0, 3, 0, 4, 0]
@@ -125,18 +125,18 @@ IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 @given(st.lists(st.tuples(st.integers(0, 99), IDS, IDS), min_size=1, max_size=20))
 def test_any_tree_keeps_every_context_and_every_sample_once(steps: Steps) -> None:
-    """Prompts over four letters share much by chance, and each step goes on from any turn or token before it."""
-    tree, contexts, ends = TokenTree(), [list[int]()], [-1]
+    """Prompts over four letters share prefixes by chance, and each step continues from any earlier turn or token."""
+    tree, contexts, ends = Recorder(), [list[int]()], [-1]
     for chosen, read, sampled in steps:
         parent = chosen % len(contexts)
         last = add(tree, ends[parent], read, sampled)
         contexts.append(contexts[parent] + read + sampled)
         ends.append(last)
 
-    ids = tree.token_ids
+    ids = tree.trajectory().token_ids
     for context, last, turn in zip(contexts[1:], ends[1:], tree.turns, strict=True):
         assert tree.context(last) == context
         assert ids[before(turn.start, tree.forks)].tolist() == context[: len(context) - (turn.end - turn.start)]
-    assert tree.response_mask.sum() == sum(len(sampled) for _, _, sampled in steps)
+    assert tree.trajectory().response_mask.sum() == sum(len(sampled) for _, _, sampled in steps)
     assert sorted({i for branch in branches(tree.size, tree.forks) for i in branch.tolist()}) == list(range(tree.size))
     assert path_to(-1, tree.forks).size == 0

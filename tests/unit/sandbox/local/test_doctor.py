@@ -1,4 +1,4 @@
-"""How an attack's end is judged, and how the report reads; the attacks themselves are in tests/adversarial."""
+"""How the end of an attack is judged, and the format of the report; tests/adversarial has the attacks themselves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The system call filters, run by a small interpreter of their instructions, for both architectures.
 
-What the kernel does with them on this machine is in `tests/adversarial`; here the other architecture's table counts.
+`tests/adversarial` tests them in this machine's kernel; here the other architecture's table is tested too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MACHINES = sorted(NUMBERS)
 
 
 def verdict(code: bytes, machine: str, number: int, *args: int) -> str:
-    """What a filter says to a call: allowed, killed, or the name of the error."""
+    """Return a filter's decision on a call: allowed, killed, or the name of the error."""
     data = struct.pack("<IIQ6Q", number, AUDIT_ARCH[machine], 0, *(*args, *[0] * (6 - len(args))))
     value = _run(code, data)
     if value & 0xFFFF0000 == 0x00050000:
@@ -205,7 +205,7 @@ def test_without_a_pid_namespace_there_are_threads_only_and_signals_only_to_ones
     ]
     for name in ("kill", "tgkill", "rt_sigqueueinfo"):
         assert [named(code, machine, name, pid, 9) for pid in (77, 1, 78)] == [ALLOWED, "EPERM", "EPERM"]
-    assert named(code, machine, "kill", 0xFFFFFFFFFFFFFFFF, 9) == "EPERM"  # everybody
+    assert named(code, machine, "kill", 0xFFFFFFFFFFFFFFFF, 9) == "EPERM"  # all processes
     assert named(code, machine, "tkill", 77, 9) == "EPERM"
 
 

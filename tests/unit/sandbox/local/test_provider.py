@@ -27,7 +27,7 @@ from rayapp.sandbox.local.slot import BootError, Slot
 
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REFUSALS: dict[str, str] = {}
-"""By level: why this machine does not offer it; empty when it does."""
+"""By level: the reason why this machine does not offer it; empty if it does."""
 
 
 async def refusal(level: str) -> str:
@@ -302,7 +302,7 @@ async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: Lo
 
 
 async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
-    """Those, too, that nobody waits for, of which the kernel's own count knows nothing."""
+    """Including processes that are never waited for, which the kernel's own count of children misses."""
     if sandbox.isolation == "ll":
         pytest.skip("level ll has no new processes")
     code = (
@@ -332,7 +332,7 @@ async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -
 
 
 async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sandbox: LocalSandbox) -> None:
-    """The zygote's limit is also how many descriptors of its user may be in flight before it can send none."""
+    """The zygote's limit also bounds the descriptors in flight of its user; at that bound it can send none."""
     code = "from resource import *\ndef f(): return [getrlimit(RLIMIT_NOFILE)[1], getrlimit(RLIMIT_CORE)]"
 
     report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
@@ -473,7 +473,7 @@ async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, mon
 
 
 async def test_a_file_of_the_working_folder_is_no_command(sandbox: LocalSandbox) -> None:
-    """A script of Harbor's asks for pytest by name, and the agent may have left a file of that name."""
+    """A script of Harbor's calls pytest by name, and the agent may have left a file of that name."""
     await sandbox.write_file("mytool", b"#!/bin/sh\necho paid\n")
 
     asked = await sandbox.run_command(["bash", "-c", "type -a mytool; echo $PATH"], timeout_s=5)

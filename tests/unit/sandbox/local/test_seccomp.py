@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def run(code: bytes, number: int, *args: int, arch: int) -> int:
-    """What the kernel would do: the value a filter returns for this call."""
+    """Return the kernel's decision: the value that a filter returns for this call."""
     data = struct.pack("<IIQ6Q", number & 0xFFFFFFFF, arch, 0, *args, *[0] * (6 - len(args)))
     at, accumulator = 0, 0
     while True:
@@ -144,7 +144,7 @@ def test_without_a_file_system_of_its_own_code_changes_no_files_owner_mode_times
         assert on(machine, apart, name) == ALLOW
     read, read_and_truncate, write_and_truncate = os.O_RDONLY, os.O_RDONLY | os.O_TRUNC, os.O_WRONLY | os.O_TRUNC
     answers = [on(machine, alone, "openat", 0, 0, how) for how in (read, read_and_truncate, write_and_truncate)]
-    # what opens for writing Landlock looks at
+    # Landlock checks calls that open files for writing
     assert answers == [ALLOW, ERRNO | errno.EPERM, ALLOW]
     assert on(machine, alone, "openat2") == ERRNO | errno.ENOSYS
 

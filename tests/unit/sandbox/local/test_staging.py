@@ -1,4 +1,4 @@
-"""The copy of a Python that root alone can read: whole or not there, readable by all, and nobody else's."""
+"""The copy of a Python that only root can read: complete or absent, readable by all, owned by this user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an execution has waited for a processor, and how many sockets it holds, from what the kernel tells."""
+"""An execution's wait for a processor, and its number of sockets, from the kernel's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells whether a used sandbox looks as it did when it was new."""
+"""Whether a used sandbox looks as it did when it was new."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayapp.sandbox.pool.cleanliness import look_program
 
 
 def look(folder: Path, most_files: int) -> str:
-    # As the roots that every sandbox has: this machine's own, which other tests change meanwhile, are not read.
+    # Use other root folders than a sandbox has: other tests change this machine's own.
     program = look_program(most_files).replace('"/tmp", "/var/tmp", "/dev/shm", ', "").replace("/proc", str(folder))
     command = [sys.executable, "-I", "-c", program]
     return subprocess.check_output(command, cwd=folder, env={"HOME": str(folder)}, text=True)

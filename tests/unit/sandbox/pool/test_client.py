@@ -1,4 +1,4 @@
-"""A worker's client of the pool: what it was lent comes back, also when nobody waits for it any more."""
+"""A worker's client of the pool: leases are returned even if their caller has gone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SPEC = SandboxSpec()
 
 
 class FarPool:
-    """A pool in another process: a caller that gives up is not heard of there, and answers can be lost."""
+    """A pool in another process: it does not notice a caller that gives up, and answers can be lost."""
 
     def __init__(self, pool: LeasePool) -> None:
         self.lost_grants = 0
-        """So many of the next answers to `acquire` never arrive."""
+        """Number of next answers to `acquire` that never arrive."""
         self.lost_releases = 0
-        """So many of the next calls of `release` never arrive."""
+        """Number of next calls of `release` that never arrive."""
         self._pool = pool
         self._calls: set[asyncio.Task[Lease]] = set()
 
@@ -79,7 +79,7 @@ async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() ->
     await asyncio.wait({second})
     await first.__aexit__()
 
-    # Taken out of the queue, or granted to nobody and given back: the next caller finds the place free.
+    # Removed from the queue, or granted and given back: the next caller finds the place free.
     await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
     async with client.lease(SPEC, timeout_s=5):
         assert leased(pool) == 1

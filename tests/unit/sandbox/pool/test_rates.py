@@ -1,4 +1,4 @@
-"""How fast a provider is asked, when it is left alone, and what clocks that jump do to it."""
+"""The rate of requests to a provider, the pauses after failures, and jumping clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reaper: silence ends a run's sandboxes, a living run keeps them, and a failing provider is asked again."""
+"""The reaper: silence ends a run's sandboxes, a living run keeps them, and failing providers are retried."""
 
 from __future__ import annotations
 

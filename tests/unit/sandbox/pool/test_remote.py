@@ -56,7 +56,7 @@ async def opened(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the pool's own tasks run until something is so."""
+    """Let the pool's own tasks run until the condition holds."""
     async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.001)

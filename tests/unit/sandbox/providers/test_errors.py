@@ -1,4 +1,4 @@
-"""What a service's HTTP status means."""
+"""The meaning of a service's HTTP status."""
 
 from __future__ import annotations
 

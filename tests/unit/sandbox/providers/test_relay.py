@@ -1,4 +1,4 @@
-"""The relay of a remote sandbox against what hostile code, or a way that breaks off, makes of its lines."""
+"""The relay of a remote sandbox with hostile or broken lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTENS = json.dumps({"port": 4711, "folder": "/home/user/agent-x"}).encode()
 
 
 def says(*lines: tuple[int, bytes] | str) -> Converse:
-    """A sandbox whose relay says these lines, of the relay's form or not, and goes on."""
+    """A sandbox whose relay writes these lines, well-formed or not, and continues."""
 
     async def converse(program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         mark = program.rpartition("main('")[2].partition("'")[0]

@@ -1,4 +1,4 @@
-"""One execution gives one result, whichever way its frames came: in lines from afar, or with their lengths."""
+"""One execution gives one result, whether its frames came in lines from a remote sandbox or with lengths."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """False for a zombie, too: nobody may be there to read its status."""
+    """False for a zombie too: no process may be there to reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
