@@ -179,7 +179,7 @@ def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iter
     except (asyncio.CancelledError, KeyboardInterrupt):
         last = folder.checkpoints.latest()
         saved = f"stopped after step {last.version}, which is saved" if last else "stopped before anything was saved"
-        onwards = "goes on from there" if last else "begins anew"
+        onwards = "continues from there" if last else "starts over"
         note(f"{saved}; the same command {onwards}. Look at it with: rayapp view {folder.uri}")
         raise
 

@@ -301,6 +301,21 @@ async def test_text_stands_out_from_its_ground(browser: Any, serve: Any, run: Pa
     assert low == []  # each text has at least 4.5 : 1 (WCAG AA), 3 : 1 when large
 
 
+async def test_words_of_the_page_say_what_they_mean_where_they_stand_and_in_the_help(opened: Opened) -> None:
+    page = opened.page
+    await opened.go("groups")
+    assert "every hidden test" in await page.locator("th abbr", has_text="Solved").get_attribute("title")
+    await opened.go("curves")
+    assert "same text again" in await page.locator("h3 abbr", has_text="Entropy").get_attribute("title")
+    await opened.go("trajectory?step=3&group=4&index=0")
+    assert "ended by itself" in await page.locator(".facts .chip", has_text="completed").get_attribute("title")
+    await page.keyboard.press("?")
+
+    said = await opened.text("dialog tr")
+    assert any(line.startswith("Signal GRPO compares") for line in said)
+    assert opened.errors == []
+
+
 async def test_everything_that_can_be_used_has_a_name(opened: Opened) -> None:
     for address in ("curves", "groups", "group?step=3&group=4", "trajectory?step=3&group=4&index=0"):
         await opened.go(address)

@@ -52,6 +52,11 @@ EVALUATED: dict[str, tuple[str, str]] = {
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
 """Numbers of an evaluation: after a step's own numbers, or alone before the first step."""
+LEGEND = (
+    "pass rate: share of tests passed; solved: completions that pass all; no signal: groups of equal rewards, which "
+    "teach nothing; entropy: near 0 the policy repeats itself; stale: steps between sampling and training weights"
+)
+"""What the labels of FORMATS mean, said once, when the first of them is shown."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
@@ -106,6 +111,7 @@ class LineConsole:
         self._num_steps = num_steps
         self._stream = stream or sys.stdout
         self._pace = Pace(num_steps)
+        self._is_explained = False
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -115,7 +121,14 @@ class LineConsole:
         """Do nothing: phases change too often for a log."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._explain(metrics)
         self.note(self._line(step, metrics))
+
+    def _explain(self, metrics: Mapping[str, float]) -> None:
+        """Print the legend before the first step that shows its labels."""
+        if not self._is_explained and "reward/mean" in metrics:
+            self._is_explained = True
+            self.note(LEGEND)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
@@ -218,6 +231,8 @@ class LiveConsole:
             reward = Text(number("reward", self._metrics), style="bold")
             head.add_row(Text("reward", style="dim"), Text.assemble(sparkline(self._rewards), "  ", reward))
         details = [Text(self._details())] if self._metrics else []
+        if self._rewards:
+            details.append(Text(LEGEND, style="dim"))
         phase = Text(self._phase_text(), style="cyan")
         return Group(head, phase, *details, *(Text(note, style="dim") for note in self._notes))
 

@@ -100,6 +100,8 @@ class Panel:
     title: str
     keys: tuple[str, ...]
     """Metrics; a name that ends in `*` stands for all with that prefix."""
+    meaning: str = ""
+    """One sentence for a reader who doesn't know the words."""
     unit: str = ""
     floor: float | None = None
     ceiling: float | None = None
@@ -110,8 +112,38 @@ class Panel:
     """True if a missing metric means 0: statuses are logged only when they occur."""
 
 
+MEANINGS = {
+    "Reward": "Mean, lowest and highest reward of the step's valid completions.",
+    "Tests passed": "Mean share of hidden tests passed, and share of completions that pass all of them.",
+    "Reward by task": "Mean reward of each task.",
+    "Reward by source": "Mean reward of each source of the run.",
+    "Solved by source": "Share of completions that pass every test, for each source.",
+    "Reward terms": "The named parts of the reward, each as its mean.",
+    "Verdicts": "How scoring ended, as shares: scored, timeout, no code, …",
+    "Evaluation": "The same numbers on the evaluation's prompts, with the new weights.",
+    "Groups without signal": "Share of groups whose rewards are all equal (they teach nothing), or all invalid.",
+    "Completion length": "Sampled tokens of a trajectory. A mean near the limit: completions are cut off.",
+    "Groups without signal by source": "Share of groups that teach nothing, for each source.",
+    "Completion length by source": "Mean sampled tokens of a trajectory, for each source.",
+    "How trajectories ended": "Shares: completed, truncated (no tokens left), max turns, or an error.",
+    "Failures": "Share of trajectories that a failed sandbox, engine or tool left without a reward.",
+    "Staleness": "Optimizer steps between the weights that sampled and those that trained; 0 in a synchronous run.",
+    "Entropy": "Spread of the policy's next token. Near 0 it writes the same text again and again.",
+    "KL": "Distance of the policy from the weights that sampled, from the reference, and from the teacher.",
+    "Clip share": "Share of tokens whose ratio the policy loss clips.",
+    "Gradient norm": "Size of the gradient before clipping.",
+    "Loss": "The loss of the update. It need not fall: watch the reward.",
+    "Demonstrations": "Cross-entropy of demonstrations in supervised steps: of trained rows, and of rows held out.",
+    "Engine against learner": "Difference of the two probabilities of a sampled token; the mean should be below 0.01.",
+    "Seconds of a step": "The step and its parts. Generating and scoring are parts of the rollout.",
+    "Tokens per second": "Sampled tokens per second of the whole step, and of generating alone.",
+    "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
+}
+"""What each panel shows, by title: the tooltip of the page, the caption of the report."""
+
+
 def _panel(section: str, title: str, *keys: str, **more: Any) -> Panel:
-    return Panel(section=section, title=title, keys=keys, **more)
+    return Panel(section=section, title=title, meaning=MEANINGS[title], keys=keys, **more)
 
 
 def _share(section: str, title: str, *keys: str) -> Panel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from rayapp.runs.view.source import open_source
 MAX_EXAMPLE_CHARS = 4000
 HEADLINES = {
     "reward/mean": "reward",
-    "reward/pass_rate/mean": "tests passed",
-    "reward/solved/mean": "completions that pass every test",
-    "learner/entropy": "entropy",
+    "reward/pass_rate/mean": "share of tests passed",
+    "reward/solved/mean": "share of completions that pass every test",
+    "learner/entropy": "entropy, nats per token (near 0: the same text again and again)",
     "length/response/mean": "tokens of a completion",
     "timing_s/step": "seconds of a step",
 }
@@ -64,9 +64,11 @@ def write_report(uri: str, out: Path | None) -> Report:
         raise InputError(f"{uri} has no step in metrics.jsonl yet: there is nothing to report")
     out = out or (Path(uri) if "://" not in uri else Path.cwd() / run.name) / "report"
     out.mkdir(parents=True, exist_ok=True)
-    plots = draw_panels(panels_of(records), out)
+    panels = list(panels_of(records))
+    plots = draw_panels(panels, out)
+    meanings = {panel.title: panel.meaning for panel, _ in panels}
     page = out / "report.html"
-    write_text(page, _render(run, records, plots))
+    write_text(page, _render(run, records, plots, meanings))
     return Report(page=page, plots=tuple(plots.values()))
 
 
@@ -119,7 +121,9 @@ def _shown(value: Any) -> str:
     return str(value["name"] if isinstance(value, dict) else value)
 
 
-def _render(run: ViewedRun, records: list[dict[str, Any]], plots: dict[str, Path]) -> str:
+def _render(
+    run: ViewedRun, records: list[dict[str, Any]], plots: Mapping[str, Path], meanings: Mapping[str, str]
+) -> str:
     environment = Environment(
         loader=PackageLoader("rayapp", "runs/view/templates"), autoescape=select_autoescape(default=True)
     )
@@ -133,5 +137,6 @@ def _render(run: ViewedRun, records: list[dict[str, Any]], plots: dict[str, Path
         settings=settings(run.config()),
         facets=run.facets(),
         images=images,
+        meanings=meanings,
         examples=examples(run),
     )

@@ -21,7 +21,15 @@ from rich.console import Console
 
 from rayapp.core.types import FloatArray, GroupSummary
 from rayapp.runs.plots import write_reward_plot
-from rayapp.runs.tracking.console import LineConsole, LiveConsole, NotebookConsole, duration, sparkline, step_line
+from rayapp.runs.tracking.console import (
+    LEGEND,
+    LineConsole,
+    LiveConsole,
+    NotebookConsole,
+    duration,
+    sparkline,
+    step_line,
+)
 from rayapp.runs.tracking.metrics import JsonlTracker, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
 from support.summaries import summary_of
@@ -202,7 +210,9 @@ def test_the_time_left_is_the_mean_of_the_last_steps_times_the_steps_left() -> N
     console.log(1, METRICS | {"timing_s/step": 10.0})
     console.log(2, METRICS | {"timing_s/step": 20.0})
 
-    lefts = [line.split("left ")[1] for line in stream.getvalue().splitlines()]
+    legend, *lines = stream.getvalue().splitlines()
+    assert legend == LEGEND  # once, before the first step
+    lefts = [line.split("left ")[1] for line in lines]
 
     assert lefts == ["30 s", "30 s"]  # 3 steps of 10 s; 2 steps of 15 s
 

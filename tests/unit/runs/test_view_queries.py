@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import write_trajectories
-from rayapp.runs.view.curves import PANELS, Metrics, Panel, curve, keys_of_panel
+from rayapp.runs.view.curves import MEANINGS, PANELS, Metrics, Panel, curve, keys_of_panel
 from rayapp.runs.view.details import (
     cut,
     diff_lines,
@@ -246,6 +246,7 @@ def test_a_pattern_stands_for_something_between_its_ends() -> None:
 
     assert keys_of_panel(panel, known) == ["reward/style/mean", "x"]
     assert len({panel.title for panel in PANELS}) == len(PANELS)
+    assert {panel.title for panel in PANELS} == MEANINGS.keys(), "every panel says what it shows"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from rayapp.cli.main import run as run_command
 from rayapp.core.errors import InputError
 from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.view.curves import MEANINGS
 from rayapp.runs.view.report import headlines, settings, write_report
 from support.runs import HOSTILE_TEXTS, hostile_group
 
@@ -52,6 +53,7 @@ def test_the_report_needs_nothing_else_and_runs_nothing(run: Path) -> None:
     assert all(source and source.startswith("data:image/png;base64,") for source in sources)
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
     assert any(HOSTILE_TEXTS[-1][:40] in text for text in page.texts)  # the best completion, as text
+    assert MEANINGS["Entropy"] in page.texts  # each curve with what it means
 
 
 def test_plots_are_whole_png_files_beside_it(run: Path) -> None:

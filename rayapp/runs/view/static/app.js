@@ -54,7 +54,7 @@ function drawHeader(page, query, run) {
     h("div", {class: "who"}, runs.length > 1 ? runSelect(run, page) : visible(current?.name ?? "rayapp")),
     h("nav", {"aria-label": "Pages"}, tabs.map(([name, text]) => h("a", {href: link(name, {run}), "aria-current": own === name ? "page" : null}, text))),
     h("div", {class: "right"}, current ? runState(current) : null,
-      h("button", {class: "icon", title: "Keyboard shortcuts (?)", "aria-label": "Keyboard shortcuts", on: {click: help}}, "?"),
+      h("button", {class: "icon", title: "Keyboard shortcuts and words (?)", "aria-label": "Keyboard shortcuts and words", on: {click: help}}, "?"),
       h("button", {class: "icon", title: "Light or dark", "aria-label": "Switch between light and dark", on: {click: switchTheme}}, "◐")),
   ));
 }

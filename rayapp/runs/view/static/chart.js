@@ -1,18 +1,18 @@
 // One chart: lines over optimizer steps. The legend is the read-out: it shows the values at the step under the pointer
 // (or under the arrow keys), and the last ones otherwise. All charts of a page follow the same step.
 
-import {h, number, svg, visible} from "./dom.js";
+import {explained, h, number, svg, visible} from "./dom.js";
 
 const HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
 const NUM_COLOURS = 8;
 const hovering = new EventTarget();
 
-// series: [{name, steps: [...], values: [...]}]; options: {title, unit, floor, ceiling, smooth, onStep}
+// series: [{name, steps: [...], values: [...]}]; options: {title, meaning, unit, floor, ceiling, smooth, onStep}
 export function chart(series, options) {
   // A series without values keeps its colour, so that a run has the same one in every chart.
   const shown = series.map((one, i) => ({...one, colour: colour(i)})).filter((one) => one.steps.length);
   const figure = h("figure", {class: "chart card", tabindex: 0, role: "group", "aria-label": summary(shown, options), "data-key": options.title});
-  const heading = h("figcaption", {}, h("h3", {}, visible(options.title)), options.choice, h("span", {class: "quiet at"}));
+  const heading = h("figcaption", {}, h("h3", {}, explained(options.title, options.meaning)), options.choice, h("span", {class: "quiet at"}));
   const legend = h("div", {class: "legend"});
   const values = shown.map((one) => {
     const value = h("span", {class: "value"});

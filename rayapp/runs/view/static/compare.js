@@ -28,7 +28,7 @@ function overlay(panel, name, query, chosen, panels, runs) {
   const series = chosen.map((i, at) => ({name: `${runs[i].name} (${i})`, label: runs[i].name, ...(panels[at].find((one) => one.title === panel.title)?.curves[key] ?? {steps: [], values: []})}));
   const onChange = (event) => go("compare", {...query, [name]: event.target.value}, {replace: true});
   const choice = keys.length < 2 ? null : h("select", {"aria-label": `metric of ${panel.title}`, "data-key": name, on: {change: onChange}}, keys.map((one) => h("option", {value: one, selected: one === key}, visible(one))));
-  return chart(series, {title: panel.title, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth: 1, choice});
+  return chart(series, {title: panel.title, meaning: panel.meaning, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth: 1, choice});
 }
 
 function differences(chosen, configs, runs) {

@@ -27,7 +27,7 @@ export function smoothing(query, chosen) {
 function panelChart(panel, run, smooth) {
   const series = panel.keys.map((key) => ({name: key, label: shortName(key, panel.keys), ...panel.curves[key]}));
   const onStep = (step) => { location.hash = link("groups", {run, step_min: Math.round(step), step_max: Math.round(step)}); };
-  return chart(series, {title: panel.title, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth, onStep});
+  return chart(series, {title: panel.title, meaning: panel.meaning, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth, onStep});
 }
 
 // What tells a metric from its neighbours: their common beginning and end, cut at slashes, go.

@@ -58,13 +58,55 @@ export function chip(text, kind = "") {
   return h("span", {class: `chip ${kind}`.trim()}, visible(text));
 }
 
-const KINDS = {
-  scored: "plain", completed: "plain", truncated: "warn", max_turns: "warn", timeout: "warn", no_code: "warn", banned: "bad",
-  too_long: "warn", unreadable: "warn", syntax_error: "bad", error: "bad", invalid: "bad",
+// What the page's words mean: tooltips where they stand, and a list in the help.
+export const WORDS = {
+  "Group": "the completions of one prompt in one step",
+  "Step": "one update of the policy; the weights before it sampled these groups",
+  "Source": "the part of the run's mix that this prompt belongs to",
+  "Task": "what is asked and how it is scored; of data rows the data source",
+  "Reward": "the number that trains; of a group the mean over its valid completions",
+  "±": "standard deviation of the group's rewards; 0: the group teaches nothing",
+  "Passed": "mean share of hidden tests that a completion passes",
+  "Solved": "completions that pass every hidden test, or give the right answer",
+  "Tokens": "tokens that the policy sampled, mean over the group",
+  "Verdicts": "what happened when the answers were scored; failures of sandboxes, engines or tools are red",
+  "Tools failed": "tool calls that failed, e.g. with bad arguments or a timeout",
+  "Signal": "GRPO compares a completion with its group, so a group whose rewards are all equal teaches nothing",
+  "Verdict": "what happened when the answer was scored",
+  "Ended": "why sampling ended: completed, truncated (no tokens left), max turns, or an error",
+  "Failure": "the infrastructure failed: no reward, left out of the loss",
+  "Turns": "completions of the policy, with tool results or texts of the environment in between",
+  "Policy version": "steps that made the weights that sampled it; two numbers if the weights changed meanwhile",
+  "Sampled in": "seconds until the last token, tools included",
+  "Scored in": "seconds from the last token to the verdict",
+  "A": "advantage: how much better than its group; above 0 its tokens are made likelier",
+  "in no loss": "left out of the loss: no verdict was possible",
 };
 
+const STATUSES = {
+  scored: ["plain", "tests or a rule gave the reward"], completed: ["plain", "the policy ended by itself"],
+  truncated: ["warn", "cut off: no tokens were left"], max_turns: ["warn", "called a tool in its last turn too"],
+  timeout: ["warn", "the code ran too long"], no_code: ["warn", "no function or program was found in the answer"],
+  banned: ["bad", "the code uses a name or operator that the task bans"], too_long: ["warn", "over a million characters"],
+  unreadable: ["warn", "took over 2 s to read"], syntax_error: ["bad", "the code does not parse"],
+  error: ["bad", "the code raised, or its process ended"], invalid: ["bad", "no verdict was possible; left out of the loss"],
+};
+
+// Names come from runs, too: `constructor` is no word of ours.
+const own = (table, name) => Object.hasOwn(table, name) ? table[name] : undefined;
+
+// A word of the page with its meaning as a tooltip, where WORDS has one.
+export function explained(word, meaning = own(WORDS, word)) {
+  return meaning ? h("abbr", {title: meaning}, visible(word)) : visible(word);
+}
+
+export function facts(pairs) {
+  return h("dl", {class: "facts"}, pairs.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, explained(name)), h("dd", {}, value))));
+}
+
 export function statusChip(status) {
-  return chip(status.replaceAll("_", " "), KINDS[status] ?? (status.startsWith("error") ? "bad" : "plain"));
+  const [kind, meaning] = own(STATUSES, status) ?? [status.startsWith("error") ? "bad" : "plain"];
+  return h("span", {class: `chip ${kind}`, title: meaning}, visible(status.replaceAll("_", " ")));
 }
 
 export function rewardBadge(reward, valid = true) {

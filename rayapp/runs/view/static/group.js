@@ -2,7 +2,7 @@
 
 import {askRun} from "./api.js";
 import {chart} from "./chart.js";
-import {chip, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {chip, explained, facts, groupName, h, number, rewardBadge, seconds, statusChip, visible, WORDS} from "./dom.js";
 import {lastGroups} from "./groups.js";
 import {go, link} from "./route.js";
 
@@ -11,7 +11,7 @@ const SORTS = {index: "as sampled", best: "best first", worst: "worst first", lo
 export async function groupPage({run, query}) {
   const group = await askRun(run, "group", {step: query.step, group: query.group});
   const sort = query.sort in SORTS ? query.sort : "index";
-  return h("div", {}, heading(group, query, sort), facts(group), promptBlock(group), sameprompt(group, query),
+  return h("div", {}, heading(group, query, sort), summary(group), promptBlock(group), sameprompt(group, query),
     h("h2", {}, `${group.trajectories.length} completions`),
     h("div", {class: "completions"}, ordered(group.trajectories, sort).map((one) => completion(one, group, query))));
 }
@@ -26,16 +26,16 @@ function heading(group, query, sort) {
       h("select", {"aria-label": "Order of completions", "data-key": "sort", on: {change: onChange}}, Object.entries(SORTS).map(([value, text]) => h("option", {value, selected: value === sort}, text)))));
 }
 
-function facts(group) {
+function summary(group) {
   const valid = group.trajectories.filter((one) => one.valid);
   const rewards = valid.map((one) => one.reward);
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
   const solved = valid.filter((one) => one.reward_terms.solved === 1).length;
-  return h("dl", {class: "facts"}, [
+  return facts([
     ["Mean reward", rewardBadge(mean, valid.length > 0)], ["Lowest to highest", rewards.length ? `${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}` : "–"],
     ["Solved", `${solved} of ${group.trajectories.length}`], ["Prompt", `${number(group.num_prompt_tokens)} tokens`],
     ["Signal", new Set(rewards).size > 1 ? "rewards differ" : "none: rewards are equal"],
-  ].map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  ]);
 }
 
 function promptBlock(group) {
@@ -74,8 +74,8 @@ function completion(one, group, query) {
 }
 
 function advantage(one, group) {
-  if (one.advantage === null) return h("span", {class: "right quiet"}, "in no loss");
+  if (one.advantage === null) return h("span", {class: "right quiet"}, explained("in no loss"));
   const text = Math.abs(one.advantage) < 5e-3 ? "0" : `${one.advantage > 0 ? "+" : "−"}${Math.abs(one.advantage).toFixed(2)}`;
-  return h("span", {class: "right quiet number", title: group.advantage_label}, `A ${text}`);
+  return h("span", {class: "right quiet number"}, explained("A", `${group.advantage_label}: ${WORDS.A}`), ` ${text}`);
 }
 

@@ -1,7 +1,7 @@
 // The table of groups: filters and order are in the address, the server does the work.
 
 import {askRun} from "./api.js";
-import {announce, chip, groupName, h, number, rewardBadge, statusChip, visible} from "./dom.js";
+import {announce, chip, explained, groupName, h, number, rewardBadge, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 
 const PAGE_ROWS = 50;
@@ -53,11 +53,11 @@ function table(rows, facets, query) {
   const columns = COLUMNS.filter(([key]) => (key !== "tool_failed" || facets.tools) && (key !== "source" || facets.sources.length));
   const sorted = query.sort || "step", order = query.order === "asc" ? "asc" : "desc";
   const head = columns.map(([key, text]) => {
-    if (!key) return h("th", {scope: "col", class: `of-${text.toLowerCase()}`}, text);
+    if (!key) return h("th", {scope: "col", class: `of-${text.toLowerCase()}`}, explained(text));
     const next = sorted === key && order === "desc" ? "asc" : "desc";
     const arrow = sorted === key ? (order === "desc" ? " ↓" : " ↑") : "";
     return h("th", {scope: "col", class: isText(key) ? key : `number ${key}`, "aria-sort": sorted === key ? `${order}ending` : null},
-      h("a", {href: link("groups", {...query, sort: key, order: next, offset: ""}), "data-key": `sort-${key}`}, text + arrow));
+      h("a", {href: link("groups", {...query, sort: key, order: next, offset: ""}), "data-key": `sort-${key}`}, explained(text), arrow));
   });
   return h("div", {class: "scroll card"}, h("table", {class: "groups"}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows.map((row) => groupRow(row, facets, query)))));
 }

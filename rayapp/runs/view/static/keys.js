@@ -1,6 +1,6 @@
 // Keyboard: rows are walked with j and k, neighbours opened with [ and ], and ? lists them all.
 
-import {h} from "./dom.js";
+import {h, WORDS} from "./dom.js";
 import {go, route} from "./route.js";
 
 const HELP = [["j k", "next, previous row or completion"], ["Enter", "open it"], ["[ ]", "previous, next trajectory or page"], ["u", "up: trajectory → group → groups"],
@@ -28,8 +28,9 @@ function walk(by) {
 }
 
 export function help() {
-  const dialog = h("dialog", {"aria-label": "Keyboard shortcuts"}, h("h3", {}, "Keyboard"),
+  const dialog = h("dialog", {"aria-label": "Keyboard shortcuts and words"}, h("h3", {}, "Keyboard"),
     h("table", {}, HELP.map(([key, what]) => h("tr", {}, h("td", {}, key.split(" ").map((one) => [h("kbd", {}, one), " "])), h("td", {}, what)))),
+    h("h3", {}, "Words"), h("table", {}, Object.entries(WORDS).map(([word, meaning]) => h("tr", {}, h("th", {scope: "row"}, word), h("td", {}, meaning)))),
     h("form", {method: "dialog"}, h("button", {autofocus: true, on: {click: (event) => { event.preventDefault(); dialog.close(); }}}, "Close")));
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);

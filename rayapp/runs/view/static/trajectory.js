@@ -1,7 +1,7 @@
 // One trajectory, turn by turn, its sampled tokens coloured.
 
 import {askRun} from "./api.js";
-import {chip, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {chip, facts, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 import {legend, SCALES, tokenSpans} from "./tokens.js";
 
@@ -11,7 +11,7 @@ export async function trajectoryPage({run, query}) {
   const one = await askRun(run, "trajectory", {step: query.step, group: query.group, index: query.index});
   const scales = Object.entries(SCALES).filter(([, scale]) => scale.has(one));
   const colour = scales.some(([name]) => name === query.colour) ? query.colour : "log_prob";
-  return h("div", {}, heading(one, query), facts(one),
+  return h("div", {}, heading(one, query), summary(one),
     one.reward_detail ? h("p", {class: "note"}, visible(one.reward_detail)) : null,
     one.is_tokenized ? bar(one, scales, colour, query) : noTokenizer(),
     h("ol", {class: "turns"}, one.turns.map((turn) => turnBlock(turn, one, colour))));
@@ -24,16 +24,16 @@ function heading(one, query) {
     h("div", {class: "right"}, one.index > 0 ? h("a", {href: near(one.index - 1), rel: "prev"}, "← Previous") : null, one.index + 1 < one.group_size ? h("a", {href: near(one.index + 1), rel: "next"}, "Next →") : null));
 }
 
-function facts(one) {
+function summary(one) {
   const version = one.min_policy_version === one.max_policy_version ? one.max_policy_version : `${one.min_policy_version} to ${one.max_policy_version}`;
-  return h("dl", {class: "facts"}, [
+  return facts([
     ["Reward", rewardBadge(one.reward, one.valid)], ["Verdict", statusChip(one.reward_status)], ["Ended", statusChip(one.status)],
     one.failure_kind ? ["Failure", chip(one.failure_kind, "bad")] : null,
     [one.advantage_label, one.advantage === null ? "in no loss" : number(one.advantage, 3)],
     ["Tokens", `${number(one.num_tokens)}, ${number(one.num_prompt_tokens)} of them prompt`], ["Turns", number(one.num_turns)], ["Policy version", version],
     ["Sampled in", seconds(one.time_generate_s)], ["Scored in", seconds(one.time_score_s)],
     ...Object.entries(one.reward_terms).map(([name, value]) => [name, number(value)]),
-  ].filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value))));
+  ]);
 }
 
 function bar(one, scales, colour, query) {
