@@ -273,13 +273,18 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
     if problems:
         # Several keys of one section may be refused for the same reason.
         raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems.values())))
-    settings = _settings(rows) | own
-    return Imported(config=_loaded(settings, rows), settings=settings, rows=tuple(rows))
+    settings = settings_of(rows) | own
+    return Imported(config=load_settings(settings, rows), settings=settings, rows=tuple(rows))
 
 
-def _loaded(settings: Mapping[str, Any], rows: Sequence[KeyRow]) -> Config:
+def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
+    """Load our configuration from imported settings and overrides of ours.
+
+    Raises:
+        ConfigError: values contradict each other; the message names the foreign keys that they come from.
+    """
     try:
-        return load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
+        return load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *overrides])
     except ConfigError as error:
         said = [
             f"{key} comes of {row.key} = {row.value}"
@@ -338,7 +343,7 @@ def _unknown(key: str) -> str:
     )
 
 
-def _settings(rows: Sequence[KeyRow]) -> dict[str, Any]:
+def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
     """All settings; where two keys go to the same place, what the user said wins over verl's default."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}
