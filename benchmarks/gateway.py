@@ -2,9 +2,10 @@
 
     python -m benchmarks.gateway            1,000 sessions at once, five rounds of them, about two minutes
 
-cpu_ms_per_call processor time of the gateway's process per call, without that of tokenizer and template rss_mib_...
-resident memory after each round: flat if ended sessions leave nothing behind recorded_share share of prompt tokens,
-after a session's first call, that the engine has already seen unchanged and can serve from its prefix cache
+cpu_ms_per_call     processor time of the gateway's process per call, without that of tokenizer and template
+rss_mib_...         resident memory after each round: flat if ended sessions leave nothing behind
+recorded_share      share of prompt tokens, after a session's first call, that the engine has already seen unchanged and
+                    can serve from its prefix cache
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from rayapp.api.sandboxes import Sandbox, SandboxPool
     from rayapp.api.scoring import score, score_async
+    from rayapp.api.trl import trl_config
     from rayapp.config.config import Config
     from rayapp.config.loading import load_config
     from rayapp.core.errors import RayappError, StopTraining, UserError
@@ -42,7 +43,7 @@ __all__ = [
     "CodingTask", "Config", "Evaluation", "RayappError", "Rescored", "Reward", "Run", "Sandbox", "SandboxPool",
     "SandboxSpec", "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate",
     "evaluate_async", "load_config", "open_run", "rescore", "score", "score_async", "sft", "sft_async",
-    "train", "train_async",
+    "train", "train_async", "trl_config",
 ]  # fmt: skip
 
 _PLACES = {
@@ -51,6 +52,7 @@ _PLACES = {
     "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
     "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),
     "rayapp.api.scoring": ("score", "score_async"),
+    "rayapp.api.trl": ("trl_config",),
     "rayapp.config.config": ("Config",),
     "rayapp.config.loading": ("load_config",),
     "rayapp.core.errors": ("RayappError", "StopTraining", "UserError"),

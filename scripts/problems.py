@@ -140,7 +140,7 @@ def _fractions(numbers: Mapping[str, int]) -> dict[str, Fraction]:
 
 def _whole(number: Fraction) -> int:
     if number.denominator != 1:
-        raise InputError(f"{number} is no whole number: correct the template's ranges")
+        raise InputError(f"{number} is not a whole number: correct the template's ranges")
     return number.numerator
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
+from rayapp.config.verl.importing import KeyRow
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
@@ -32,10 +33,17 @@ class GivenRun:
     config: Config
     objects: Mapping[str, object] = field(default_factory=dict)
     """Name in the config -> task or reward function of the calling program."""
+    rows: tuple[KeyRow, ...] = ()
+    """Of a run that was translated from TRL: each field with its landing."""
+
+    def __str__(self) -> str:
+        """Return the table of `rows`, a line for each."""
+        lines = (f"{row.key} = {row.value!r}: {row.where or row.landing.note}" for row in self.rows)
+        return "\n".join(lines)
 
 
 def make_job(
-    config: ConfigLike,
+    config: ConfigLike | GivenRun,
     overrides: Overrides = (),
     *,
     tasks: Sequence[TaskLike] | TaskLike | None = None,
@@ -49,6 +57,8 @@ def make_job(
         InputError: something is neither a task nor the name of one.
     """
     objects: dict[str, object] = {}
+    if isinstance(config, GivenRun):
+        objects, config = dict(config.objects), config.config
     settings = list(as_settings(overrides))
     if tasks is not None:
         each = [tasks] if isinstance(tasks, str | os.PathLike) or not isinstance(tasks, Sequence) else tasks

@@ -203,7 +203,9 @@ async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer
     chosen = [each for each in config.judges if each.name == name]
     if not chosen:
         there = ", ".join(each.name for each in config.judges) or "none"
-        raise InputError(f"there is no judge {name!r}: the config's are {there}. Name another config with --config.")
+        raise InputError(
+            f"the config has no judge {name!r}; its judges are {there}. Name another config with --config."
+        )
     judges = Judges(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
     judging = judges.of(RewardSection(judges={name: 1.0}, verdict_weight=0.0))
 
@@ -314,8 +316,7 @@ class RecordedTasks:
         if not found or any(task != found[0] for task in found):
             raise InputError(
                 f"{len(self._named[prompt.task])} tasks are called {prompt.task!r}, and {len(found) or 'none'} of them "
-                f"asked {prompt.text!r:.80} as it is recorded. Name the file that the run had, or score with a judge "
-                "or a function"
+                f"have the recorded prompt {prompt.text!r:.80}. Name the run's file, or use a judge or a function"
             )
         return found[0]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.api.arguments import ConfigLike, Overrides, RewardLike, TaskLike, make_job
+from rayapp.api.arguments import ConfigLike, GivenRun, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def train(
-    config: ConfigLike = None,
+    config: ConfigLike | GivenRun = None,
     overrides: Overrides = (),
     *,
     tasks: Sequence[TaskLike] | TaskLike | None = None,
@@ -59,7 +59,8 @@ def train(
     """Train like `rayapp train`, including the warm-up; called again, it continues from the last checkpoint.
 
     Args:
-        config: a YAML file, settings as a mapping, a `Config`, or None for the defaults.
+        config: a YAML file, settings as a mapping, a `Config`, what `trl_config` returned, or None for the
+            defaults.
         overrides: settings that win over it: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
         tasks: names, files, or task objects (`rayapp.CodingTask`), in place of the config's tasks.
         reward: function, or name of one, that scores answers to data rows.

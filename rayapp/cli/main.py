@@ -38,7 +38,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -168,7 +167,7 @@ def sync_command(
     ledger = Ledger.load(folder)
     if ledger is None:
         raise RunFolderError(
-            f"{folder} is no staging folder of a run on s3://: it has no .mirror.json. The message of the run names it."
+            f"{folder} is not a staging folder of a run on s3://: it has no .mirror.json. The run's message names it."
         )
     file = folder / "config.yaml"
     config = load_config(file if file.exists() else None)

@@ -177,7 +177,7 @@ def _load_yaml(path: Path) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: sections such as `train:` were expected, not a list")
     return loaded
@@ -206,7 +206,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except yaml.YAMLError as error:
-        raise ConfigError(f"overrides {' '.join(overrides)}: a value is no YAML: {error}") from error
+        raise ConfigError(f"overrides {' '.join(overrides)}: a value is not YAML: {error}") from error
 
 
 def _check_names(config: Config) -> None:

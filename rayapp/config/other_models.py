@@ -165,7 +165,7 @@ class DistillationSection(FrozenModel):
         if self.is_policy and self.privileged == "none":
             raise ValueError(
                 "distillation.teacher is policy and distillation.privileged is none: a policy that reads no more than "
-                "itself is no teacher. Set distillation.privileged: verdict, or name another model."
+                "itself is not a teacher. Set distillation.privileged: verdict, or name another model."
             )
         if self.base_url and (self.is_policy or self.kl_over != "sampled"):
             raise ValueError(

@@ -214,7 +214,7 @@ def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
         lines: a file, or `text.split("\\n")`; not `splitlines`, which also breaks at U+2028 within a text.
         file: name of the file, for messages.
     Raises:
-        InputError: a line is no JSON.
+        InputError: a line is not JSON.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -222,7 +222,7 @@ def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{file}, line {number} is no JSON: {error}") from None
+            raise InputError(f"{file}, line {number} is not JSON: {error}") from None
         yield number, value
 
 
@@ -267,7 +267,7 @@ class Location:
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is no bucket name: 3 to 63 lower-case letters, digits and hyphens"
+                f"{uri!r}: {bucket!r} is not a bucket name: 3 to 63 lower-case letters, digits and hyphens"
             )
         return cls(bucket=bucket, key=key.strip("/"))
 
@@ -289,5 +289,5 @@ def check_key(key: str) -> str:
     """
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(part in {"", ".", ".."} for part in parts):
-        raise StorageConfigError(f"{key!r} is no key: give names joined by single slashes, without . and ..")
+        raise StorageConfigError(f"{key!r} is not a key: give names joined by single slashes, without . and ..")
     return key

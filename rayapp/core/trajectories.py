@@ -58,10 +58,10 @@ def storable(value: Any) -> float:
 
     Raises:
         ValueError: the value is NaN, infinite or too large.
-        TypeError, OverflowError: the value is no number, or an int with hundreds of digits.
+        TypeError, OverflowError: the value is not a number, or an int with hundreds of digits.
     """
     if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
-        raise ValueError(f"{value!r:.80} is no finite number of 32 bits")
+        raise ValueError(f"{value!r:.80} is not a finite number of 32 bits")
     return float(value)
 
 

@@ -19,11 +19,12 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agents import SINGLE_TURN_AGENT, agent_start, check_agent_name, render_prompts
+from rayapp.rollout.agents import SINGLE_TURN_AGENT, check_agent_name, render_prompts
 from rayapp.rollout.environments.agent import check_environments, plays_environments
 from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
-from rayapp.rollout.sources import MAX_KEPT_CHARS, answer_rewards, is_kept, naming, open_judges
+from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept
+from rayapp.rollout.sources import answer_rewards, naming, open_judges
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
@@ -38,16 +39,16 @@ from rayapp.tools.workspace import WorkspaceTool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCheck:
-    """One of the checks before a run; the others don't depend on it."""
+    """One check before a run; checks don't depend on each other."""
 
     what: str
-    """For people: evaluation, tasks, data or tools."""
+    """Subject, for messages: evaluation, tasks, data or tools."""
     run: Callable[[], None]
-    """Raises UserError or StorageError: it can't be used."""
+    """Does the check. Raises UserError or StorageError: the subject can't be used."""
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """The model, its teacher, and tasks or data with their tools and rewards.
+    """Check the model, its teacher, and tasks or data with their tools and rewards.
 
     Args:
         training: False for evaluation alone.
@@ -65,11 +66,11 @@ def check_inputs(config: Config, *, training: bool) -> None:
 def input_checks(
     config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True, asks_judges: bool = False
 ) -> Iterator[InputCheck]:
-    """Every check of what a run is made from, but for the model: `train` and `eval` stop at the first that fails,
-    `rayapp doctor` runs all.
+    """Return every check of a run's inputs except the model's: `train` and `eval` stop at the first that fails, `rayapp
+    doctor` runs all.
 
     Args:
-        has_tokenizer: False where the model is not there: prompts are not rendered then.
+        has_tokenizer: False if the model is not on this machine: then prompts are not rendered.
         may_fetch: False leaves out files that would have to be fetched.
         asks_judges: ask each judge one question from here; the rollout workers do so when they start.
     """
@@ -94,7 +95,7 @@ def input_checks(
 
 
 def _check_judges(config: Config) -> None:
-    # Servers of the run are up when the run is; its rollout workers ask those then.
+    # The run's own servers start with the run; its rollout workers then ask these judges.
     judges = open_judges(config, of_run=False)
 
     async def check() -> None:
@@ -120,7 +121,7 @@ def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None
 
 
 def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -> None:
-    """Every task, and what its agent needs.
+    """Check every task, and the requirements of its agent.
 
     Raises:
         UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
@@ -139,7 +140,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
             for task in tasks:
                 agent_start(task)
             continue
-        # The workers measure the agent's prompts: they have the tools' schemas.
+        # The workers check the length of the agent's prompts: they have the tools' schemas.
         starts = {task.name: agent_start(task) for task in tasks}
         for task_name, start in starts.items():
             if why := why_no_workspace(config.sandbox, start):
@@ -147,7 +148,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
-    # Where there is a tool file, the check of its tools has looked at the template.
+    # If there is a tool file, the check of its tools has checked the template.
     asks_template = has_tokenizer and not config.agent.tool_file
     _check_entries(
         config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template
@@ -155,7 +156,8 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """With several sources, evaluations leave out sources of data files without eval.tasks."""
+    """Check that an evaluation has something to evaluate. With several sources, data sources without eval.tasks are
+    left out."""
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
@@ -167,9 +169,9 @@ def _evaluates(config: Config, *, training: bool) -> bool:
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
-    """Every file's schema, who plays each row and what scores it, and one row whole.
+    """Check every file's schema, each row's agent and rule, and one whole row.
 
-    Lengths are measured by the workers, which have the tools' schemas.
+    The workers check lengths, as they have the tools' schemas.
 
     Raises:
         UserError: the custom function, a file or a row can't be used.
@@ -206,7 +208,7 @@ def _check_references(file: str, data: TrainingData) -> None:
 
 
 def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None:
-    """Tools of the run's own tool file."""
+    """Check the tools of the run's tool file."""
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     file = config.agent.tool_file
@@ -217,7 +219,7 @@ def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None
 
 
 def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
-    """Whether there are sandboxes for these tools, and a place for them in the chat template."""
+    """Check that there are sandboxes for these tools, and that the chat template lists tools."""
     file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
@@ -228,7 +230,7 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
-    """Raises ConfigError: a class in a file of the user's that is not there. It runs in the workers, not here."""
+    """Check a class in a user's file, which only the workers load. Raises ConfigError: the file is not there."""
     file, colon, _ = entry.class_name.rpartition(":")
     if colon and not (folder / file).is_file() and not Path(file).is_file():
         raise ConfigError(f"{where}: there is no file {folder / file}")
@@ -243,7 +245,7 @@ def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
 
 
 def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
-    """Tools that share a workspace hold a sandbox per trajectory, from the first call to the end."""
+    """Check the number of sandboxes: tools with a workspace hold one per trajectory, from the first call to the end."""
     need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
@@ -274,7 +276,7 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
 
 
 def num_sandboxes(sandbox: SandboxConfig) -> int:
-    """Sandboxes that the pool lends at once."""
+    """Return the number of sandboxes that the pool leases at once."""
     cores = num_cores()
     limits = [
         (section.max_sandboxes or sandbox.max_leases or cores)

@@ -1,15 +1,15 @@
-"""Records what one play of a prompt read and sampled: token ids, mask and log-probs side by side, and each turn's text.
+"""Records the tokens that one play of a prompt read and sampled: token ids, mask, log-probs, and each turn's text.
 
 `AgentPrompt` is the start of a play, a `Trajectory` its record. The agent loop and tasks of one turn record a
 conversation, each turn after the last token; a session of the gateway records a tree:
 
     add_turn(after=-1, [1, 2], sampled [3])    1 2 3
-    add_turn(after=2, [4], sampled [5])        1 2 3 4 5              goes on
-    add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          tried again: 6 was read after 1 2
+    add_turn(after=2, [4], sampled [5])        1 2 3 4 5              continues
+    add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          a retry: 6 was sampled after 1 2
 
-Tokens lie in the order of the turns, and `forks` says where one does not go on from the one before it. What a turn
-reads is there once, also where an agent sends it again from the start; a sampled turn is always new, also where it
-equals another.
+Tokens are stored in the order of the turns, and `forks` lists each token that does not continue from the one before it.
+Tokens that several turns read are stored once, even if an agent sends them again from the start. A sampled turn is
+always stored, even if it equals another.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class AgentLimits:
     max_response_tokens: int
     """Tokens after the prompt, over all turns, tool results included."""
     max_assistant_turns: int = 5
-    """Maximum turns of the policy. Calls in its last turn run only if one of them hands in the answer: the policy would
-    not read their results."""
+    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer, as the policy
+    would not read their results."""
     max_calls_per_turn: int = 8
     """Calls of one turn that are run; the others get an error as their result."""
     max_tool_output_chars: int = 1024
     """A longer tool result is cut."""
     cut_side: CutSide = "middle"
-    """Which part of it stays: left (the beginning), right (the end), or middle (both ends)."""
+    """Part of a long tool result to keep: left (the beginning), right (the end), or middle (both ends)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPrompt:
-    """Start of a play."""
+    """Inputs at the start of a play."""
 
     token_ids: tuple[int, ...]
     """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
@@ -79,7 +79,7 @@ class AgentPrompt:
     setup: tuple[str, ...] = ()
     """Command that runs in the workspace first."""
     first_turn: int = 0
-    """Number of the first turn: 1 if another request has taken the trajectory's place in its cohort."""
+    """Number of the first turn: 1 if another request took the trajectory's place in its cohort."""
 
 
 _FAILURE_KINDS = {
@@ -90,24 +90,26 @@ _FAILURE_KINDS = {
 
 
 def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str = "") -> Trajectory:
-    """Return the trajectory as failed for a reason that is not the policy's.
+    """Return the trajectory marked as failed for a reason other than the policy.
 
     Args:
-        failure: the reason: one line for a person.
-        kind: of the invalid reward; empty: the status says it.
+        failure: the reason, in one line.
+        kind: failure kind of the invalid reward; empty: the status.
     """
     reward = Reward.invalid(kind or _FAILURE_KINDS.get(status, "unscored"), failure)
     return replace(played, status=status, reward=reward)
 
 
-_TOKEN = np.dtype([("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)])
+_TOKEN = np.dtype(
+    [("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)], align=True
+)
 
 
 class Recorder:
     """Tokens of one play; see the module.
 
     Args:
-        prompt_ids: what the policy reads first; empty: each conversation begins with its own.
+        prompt_ids: prompt of the trajectory; empty: each conversation has its own.
     """
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
@@ -116,10 +118,11 @@ class Recorder:
         self.turns: list[TurnRecord] = []
         self._tokens = np.empty(1024, _TOKEN)
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
-        """Experts of the tokens at these indices. Each token is in one of them: the first turn that computed it."""
+        """(indices, experts): recorded experts of tokens. Each token is in one entry, that of the first turn that
+        computed it."""
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
-        """By the index that they go on from: where forks start."""
+        """Starts of forks, by the index of the token that they continue from."""
         self.add_read(prompt_ids)
 
     def trajectory(
@@ -134,7 +137,7 @@ class Recorder:
 
         Args:
             status: how the play ended.
-            failure: as in `failed`, with an ERROR_* status.
+            failure: see `failed`; only with an ERROR_* status.
             answer: answer that was handed in; None: the text of the last turn.
         """
         tokens, turns = self._tokens[: self.size], self.turns
@@ -181,7 +184,7 @@ class Recorder:
         self.turns[-1] = replace(self.turns[-1], calls=calls)
 
     def add_read(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads and has not sampled."""
+        """Append tokens that the policy reads but did not sample."""
         self._append(self.size - 1, np.asarray(token_ids, np.int32), sampled=False)
 
     def _routed_experts(self) -> ExpertArray | None:
@@ -194,16 +197,17 @@ class Recorder:
         return experts
 
     def num_routed(self, last: int) -> int:
-        """Tokens up to the one at `last` whose experts are known: the first so many."""
+        """Return the number of leading tokens, up to the one at `last`, whose experts are known."""
         return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
 
     def context(self, last: int) -> list[int]:
-        """The tokens up to the one at `last`, as an engine reads them; none for -1."""
-        ids: list[int] = self._tokens["id"][path_to(last, self.forks)].tolist()
+        """Return the tokens up to the one at `last`, as an engine reads them; empty for -1."""
+        path = path_to(last, self.forks) if self.forks else slice(last + 1)
+        ids: list[int] = self._tokens["id"][path].tolist()
         return ids
 
     def sampled_ids(self, turn: int) -> list[int]:
-        """The tokens of a turn, by its number."""
+        """Return the tokens of a turn, by its number."""
         ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
@@ -217,20 +221,21 @@ class Recorder:
         """Record the tokens read after the token at `after` (-1: a new conversation), and the turn sampled then.
 
         Returns:
-            Indices of the last token that was read and of the last that was sampled.
+            Indices of the last read token and of the last sampled token.
         """
         ids = np.asarray(read_ids, np.int32)
         after, num_known = self._known(after, ids)
         prompt_end = self._append(after, ids[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
-        self._note_experts(path_to(last, self.forks), completion)
+        self._note_experts(last, completion)
         self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
         return prompt_end, last
 
-    def _note_experts(self, path: NDArray[np.int64], completion: Completion) -> None:
+    def _note_experts(self, last: int, completion: Completion) -> None:
         if completion.routed_experts is None:
             return
-        # All up to the last token but one; turns that were sampled meanwhile may know some of these, too.
+        path = path_to(last, self.forks)
+        # All tokens up to the last but one; concurrent turns may have recorded some of these already.
         indices = path[path.size - 1 - len(completion.routed_experts) : -1]
         is_new = ~self._tokens["is_routed"][indices]
         self._experts.append((indices[is_new], completion.routed_experts[is_new]))
@@ -248,7 +253,7 @@ class Recorder:
         return after, num_known
 
     def _next(self, after: int) -> list[int]:
-        """Return the starts of the runs that go on from the token at `after`."""
+        """Return the starts of the runs that continue from the token at `after`."""
         is_inside = after + 1 < self.size and self._starts[bisect_right(self._starts, after + 1) - 1] != after + 1
         is_first = after == -1 and self.size > 0
         return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
@@ -278,7 +283,7 @@ class Recorder:
 
 
 def cut_completion(completion: Completion, num_tokens: int) -> Completion:
-    """The completion as it had been sampled with `max_tokens` of that number; its text is the caller's to cut."""
+    """Return the completion as if sampled with `max_tokens` of that number; the caller cuts its text."""
     if completion.token_ids.size <= num_tokens:
         return completion
     spans, left = list[VersionSpan](), num_tokens

@@ -234,7 +234,7 @@ def _why_torn(path: Path) -> str:
         ]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"its {MANIFEST} can't be read ({type(error).__name__})"
-    return wrong[0] if wrong else f"its {MANIFEST} is no manifest"
+    return wrong[0] if wrong else f"its {MANIFEST} is not a manifest"
 
 
 def _has(path: Path) -> str:

@@ -56,14 +56,14 @@ def _checked_expression(expression: str) -> str:
     try:
         ast.parse(expression.strip(), mode="eval")
     except SyntaxError as error:
-        raise ValueError(f"{expression.strip()!r} is no Python expression: {error.msg}") from None
+        raise ValueError(f"{expression.strip()!r} is not a Python expression: {error.msg}") from None
     return expression
 
 
 def _checked_path(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"{path!r} is no relative path inside a folder")
+        raise ValueError(f"{path!r} is not a relative path inside a folder")
     return path
 
 
@@ -307,7 +307,7 @@ class CodingTask(BaseModel):
 def _parameters(line: str) -> tuple[str, ...]:
     tree = parse(f"{line} pass" if line.endswith(":") else line)
     if tree is None or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
-        raise ValueError(f"signature {line!r} is no `def` line of Python")
+        raise ValueError(f"signature {line!r} is not a `def` line of Python")
     arguments = tree.body[0].args
     if isinstance(tree.body[0], ast.AsyncFunctionDef) or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
         raise ValueError(

@@ -126,7 +126,7 @@ def _terms(found: object) -> dict[str, float]:
         raise ValueError(f"a dict without score: {sorted(map(str, raw))}")
     terms = storable_terms(raw)
     if "score" not in terms:
-        raise ValueError(f"{raw['score']!r}, which is no finite number")
+        raise ValueError(f"{raw['score']!r}, which is not a finite number")
     return terms
 
 
@@ -154,7 +154,7 @@ def _number(name: str, value: object) -> float | None:
     try:
         return storable(number)
     except ValueError:
-        raise ValueError(f"a {name} that is no finite number of 32 bits") from None
+        raise ValueError(f"a {name} that is not a finite number of 32 bits") from None
 
 
 def readable_error(error: BaseException) -> str:

@@ -190,7 +190,7 @@ def _yaml(text: str, source: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"task {source} is no YAML: {error}") from error
+        raise InputError(f"task {source} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
     return data

@@ -54,7 +54,7 @@ def read_arguments(text: str) -> dict[str, object]:
         arguments = json.loads(text or "{}", parse_constant=_constant, parse_int=_integer, parse_float=_number)
         num_values = sum(1 for _ in _values(arguments))
     except UnicodeEncodeError:
-        raise ToolFailedError("the arguments hold half of a surrogate pair, which is no text", "malformed") from None
+        raise ToolFailedError("the arguments hold half of a surrogate pair, which is not text", "malformed") from None
     except (ValueError, RecursionError) as error:
         raise ToolFailedError(f"the arguments are not valid JSON: {error}", "malformed") from None
     if not isinstance(arguments, dict):
@@ -65,7 +65,7 @@ def read_arguments(text: str) -> dict[str, object]:
 
 
 def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _integer(digits: str) -> int:
@@ -177,7 +177,7 @@ class ToolSet:
         try:
             self._checkers[name] = ArgumentChecker(tool.schema.parameters)
         except SchemaError as error:
-            raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {error.message}") from error
+            raise ConfigError(f"tool {name!r}: its parameters are not a JSON schema: {error.message}") from error
         self._tools[name] = tool
 
     @property

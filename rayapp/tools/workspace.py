@@ -227,7 +227,7 @@ async def read_text(sandbox: Sandbox, path: str) -> str:
     except FileNotFoundError:
         raise ToolFailedError(f"there is no file {path}") from None
     except UnicodeDecodeError:
-        raise ToolFailedError(f"{path} is no UTF-8 text") from None
+        raise ToolFailedError(f"{path} is not UTF-8 text") from None
     except OSError as error:
         if isinstance(error, SandboxError):
             raise

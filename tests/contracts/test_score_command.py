@@ -110,7 +110,7 @@ async def test_the_configs_provider_runs_what_is_scored(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", "{", "a.jsonl, line 1 is no JSON"),
+        ("a.jsonl", "{", "a.jsonl, line 1 is not JSON"),
         ("a.jsonl", '\n{"text": "x"}', 'a.jsonl, line 2: an object like {"completion": "…"} was expected'),
         ("nowhere.txt", None, "nowhere.txt can't be read"),
     ],

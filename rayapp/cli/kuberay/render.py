@@ -222,7 +222,7 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     """Read values from files and from `key.sub=value` settings in Helm's notation; later ones win.
 
     Raises:
-        ConfigError: a file can't be read or is no YAML map, or a setting is malformed.
+        ConfigError: a file can't be read or is not a YAML map, or a setting is malformed.
     """
     helm, values = _helm(), dict[str, Any]()
     for file in files:

@@ -1,1 +1,1 @@
-"""Runs a verl configuration here: `rayapp config import-verl` and `rayapp train --verl`."""
+"""Import verl configurations: `rayapp config import-verl` and `rayapp train --verl`."""

@@ -7,32 +7,46 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import DATA_FILES, is_data_file
+from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.verl.rules import Landing, Values
 from rayapp.core.errors import ConfigError
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
+_KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
+_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
+KL_ESTIMATORS = {
+    "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
+}  # fmt: skip
+"""verl's names of KL estimators, and ours."""
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
 def advantage(key: str, value: Any, values: Values) -> Landing:
-    """Names are verl's; its default needs a critic."""
+    """Map the estimator, whose names are verl's; verl's default needs a critic."""
     if value == "gae":
         raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Trajectories per prompt; verl's default of 1 leaves nothing to compare them with."""
-    if int(value) < 2:
-        raise ConfigError(f"{key} = {value} can't be imported: a group needs at least 2 to compare. Set {key}=8.")
-    return Landing(settings={"rollout.group_size": int(value)}, note="trajectories per prompt")
+    """Trajectories per prompt. verl samples the greedy baseline of remax beside them; here it is one of the group."""
+    size, estimator = int(value), values["algorithm.adv_estimator"]
+    if estimator in NEEDS_GREEDY_BASELINE:
+        return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
+    takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
+    if size < 2 and takes_rewards and estimator not in (*NEEDS_NO_GROUP, *NEEDS_CRITIC):
+        raise ConfigError(
+            f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, so a group needs "
+            f"at least 2. Set {key}=8, or algorithm.adv_estimator=reinforce_plus_plus."
+        )
+    return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
 
 
 def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
-    """Learners of a micro-batch: verl's older key wins where it is above 1."""
+    """Map the learners of a micro-batch; verl's older key wins if it is above 1."""
     return Landing(settings={"learner.sequence_parallel": _sequence_parallel(values)})
 
 
@@ -43,7 +57,7 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Repeating a run bit by bit, which runs on GPUs don't."""
+    """Map bit-by-bit repetition, which runs on GPUs don't have."""
     if value and values.get("rayapp.cluster.device") != "cpu":
         raise ConfigError(
             f"{key} = {value!r} can't be imported: runs on GPUs don't repeat exactly here. Leave it out, or give "
@@ -53,7 +67,7 @@ def determinism(key: str, value: Any, values: Values) -> Landing:
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
-    """verl counts prompts in a mini-batch; we count mini-batches in a batch."""
+    """Map mini-batches: verl sets prompts per mini-batch; we set mini-batches per batch."""
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
         raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
@@ -61,7 +75,8 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
 
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
-    """verl counts sequences in a micro-batch, we count its tokens: enough for as many of the longest."""
+    """Map micro-batches: verl sets sequences per micro-batch; we set tokens, enough for as many of the longest
+    sequences."""
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
     if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
@@ -73,7 +88,7 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Servers and learners take turns on the same GPUs, as in verl."""
+    """Map GPUs: servers and learners take turns on the same ones, as in verl."""
     total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
     if total % tp:
         raise ConfigError(
@@ -91,14 +106,14 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
 
 
 def workers(key: str, value: Any, values: Values) -> Landing:
-    """verl's default of 8 is for a node of 8 GPUs; one worker plays many groups at once."""
+    """Map rollout workers: verl's default of 8 is for a node with 8 GPUs; one worker plays many groups at once."""
     most = max(1, int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]))
     note = f"no more than GPUs: {most}" if int(value) > most else ""
     return Landing(settings={"rollout.num_workers": min(int(value), most)}, note=note)
 
 
 def lora(key: str, value: Any, values: Values) -> Landing:
-    """Adapters; verl's alpha is 16 where none is given."""
+    """Map adapters; verl's default alpha is 16."""
     if not value:
         return Landing(settings={"learner.lora.rank": 0})
     settings = {"learner.lora.rank": int(value), "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16))}
@@ -107,7 +122,7 @@ def lora(key: str, value: Any, values: Values) -> Landing:
 
 
 def num_steps(key: str, value: Any, values: Values) -> Landing:
-    """`trainer.total_training_steps`, else epochs x the rows of the training files."""
+    """Map the number of steps: `trainer.total_training_steps`, else epochs x rows of the training files."""
     if value is not None:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
@@ -132,7 +147,8 @@ def _num_rows(file: str) -> int:
 
 
 def warmup(key: str, value: Any, values: Values) -> Landing:
-    """Training steps, or where there are none a share of all; we count optimizer steps, of which each has several."""
+    """Map warm-up steps, or their share of all steps; we count optimizer steps, of which a training step has
+    several."""
     optim = "actor_rollout_ref.actor.optim"
     steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
     ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
@@ -148,7 +164,7 @@ def warmup(key: str, value: Any, values: Values) -> Landing:
 
 
 def clip_ratio(key: str, value: Any, values: Values) -> Landing:
-    """One side of the clip; without a value of its own it is clip_ratio."""
+    """Map one side of the clip range; without its own value it is clip_ratio."""
     side = value if value is not None else values["actor_rollout_ref.actor.clip_ratio"]
     note = "" if value is not None else "from clip_ratio"
     return Landing(settings={f"algorithm.{key.rpartition('.')[2]}": float(side)}, note=note)
@@ -164,25 +180,59 @@ def correction_threshold(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:
-    """A coefficient that verl reads only with use_kl_loss."""
+    """Map a coefficient that verl reads only with use_kl_loss."""
     used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
     coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
     return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
 
 
 def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
-    """A KL taken from the reward of each token; nothing where its coefficient is 0."""
-    coef, kind = values.get("algorithm.kl_ctrl.kl_coef", 0.001), values.get("algorithm.kl_ctrl.type", "fixed")
-    if value and (float(coef) != 0.0 or kind != "fixed"):
+    """Return the settings of the KL that is taken from the reward of each token: all of its keys, with verl's defaults.
+
+    The "+" of verl's estimators changes only the gradient of a loss.
+    """
+    if not value:
+        return Landing(note="no KL is taken from rewards")
+    kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
+    estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
+    if estimator is None:
+        known = ", ".join(KL_ESTIMATORS)
+        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; known here are: {known}")
+    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
+    if control == "adaptive":
+        settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
+        settings["horizon"] = int(values.get(f"{_KL_CTRL}.horizon", 10000))
+    return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
+
+
+def bypass_mode(key: str, value: Any, values: Values) -> Landing:
+    """Return the loss that takes the engine's log-probs as the old ones; verl's trainer sets it over any loss_mode."""
+    if not value:
+        return Landing(note="old log-probs are the learner's")
+    options = {name: values.get(f"{_CORRECTION}.{name}") for name in LOSS_OPTIONS["bypass_mode"]}
+    settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
+    return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
+
+
+def policy_loss(key: str, value: Any, values: Values) -> Landing:
+    """Return the loss; with rollout_correction.bypass_mode that one counts."""
+    if values.get(f"{_CORRECTION}.bypass_mode"):
+        return Landing(note="rollout_correction.bypass_mode counts")
+    return Landing(settings={"algorithm.policy_loss": value})
+
+
+def rejection(key: str, value: Any, values: Values) -> Landing:
+    """Return nothing: criteria of rejection go with bypass_mode, and are refused without it."""
+    if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
         raise ConfigError(
-            f"{key} = {value!r} with kl_ctrl.kl_coef = {coef} can't be imported: the KL is a term of the loss here, "
-            f"not of the reward. Set {key}=False, and actor_rollout_ref.actor.use_kl_loss=True for a KL in the loss."
+            f"{key} = {value!r} can't be imported: trajectories are weighed (rollout_is), and rejected only with "
+            f"{_CORRECTION}.bypass_mode=True. Set that, or leave {key} out."
         )
-    return Landing(note="kl_ctrl.kl_coef is 0" if value else "no KL is taken from rewards")
+    return Landing(note="goes with bypass_mode" if value is not None else "nothing is rejected")
 
 
 def replicas(key: str, value: Any, values: Values) -> Landing:
-    """Learners that shard one copy of the model; -1, or as many as there are GPUs, is all of them."""
+    """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
     total, size = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(value)
     if size > 0 and total % min(size, total):
         raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
@@ -196,16 +246,17 @@ def eval_temperature(key: str, value: Any, values: Values) -> Landing:
 
 
 def before_training(key: str, value: Any, values: Values) -> Landing:
-    """On by default in verl, which has validation files by default too."""
+    """Map evaluation before training: on by default in verl, which has validation files by default too."""
     has_files = bool(values.get("data.val_files"))
     note = "" if has_files else "no data.val_files"
     return Landing(settings={"eval.before_training": bool(value) and has_files}, note=note)
 
 
 def turns(key: str, value: Any, values: Values) -> Landing:
-    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit.
+    """Map the limit of turns: verl 0.9.1's agent loops apply it even if multi_turn.enable is off; 0 and null are no
+    limit.
 
-    A user turn is the tools' answer to an assistant turn, so that N of them allow N + 1 assistant turns.
+    A user turn is the tools' answer to an assistant turn, so N user turns allow N + 1 assistant turns.
     """
     section = key.rpartition(".")[0]
     assistant, user = (int(values.get(f"{section}.max_{who}_turns") or 0) for who in ("assistant", "user"))
@@ -215,7 +266,7 @@ def turns(key: str, value: Any, values: Values) -> Landing:
 
 
 def custom_reward(key: str, value: Any, values: Values) -> Landing:
-    """A file and a function's name."""
+    """Map a reward function: a file and the function's name."""
     section = key.rpartition(".")[0]
     path = values.get(f"{section}.path")
     if path is None:
@@ -225,31 +276,32 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
-    """The trackers that we have of verl's loggers; metrics.jsonl is always written."""
+    """Map verl's loggers to trackers that exist here; metrics.jsonl is always written."""
     from rayapp.config.sections import TRACKERS
 
     known, asked = TRACKERS, as_list(value)
     kept = [name for name in asked if name in known]
     if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
-        kept.append("mlflow")  # traces have no other place to go
+        kept.append("mlflow")  # traces have no other destination
     missing = [name for name in asked if name not in known]
     note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
 
 
 def run_name(key: str, value: Any, values: Values) -> Landing:
-    """A run's name is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    """Map the run's name, which is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
 
 def output_dir(key: str, value: Any, values: Values) -> Landing:
-    """Runs of a project lie side by side."""
+    """Map the output folder: runs of a project are in the same folder."""
     return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
 
 
 def contents(key: str, value: Any, values: Values) -> Landing:
-    """`extra` (generators, the loader's place) follows from seed and step here, so nothing of it is saved."""
+    """Map the contents of checkpoints: `extra` (generators, the loader's position) follows from seed and step here, so
+    it is not saved."""
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
@@ -258,12 +310,12 @@ def contents(key: str, value: Any, values: Values) -> Landing:
 
 
 def as_list(value: Any) -> list[Any]:
-    """verl takes one or several in many places."""
+    """Return a list: verl accepts one value or several in many places."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def data_files(value: Any) -> list[Any]:
-    """verl reads any file as rows; here a task is a data file by its name."""
+    """Return the data files: verl reads any file as rows; here the file's ending decides."""
     files = as_list(value)
     if others := [file for file in files if isinstance(file, str) and not is_data_file(file)]:
         raise ValueError(f"the name of a data file ends in {', '.join(DATA_FILES)} here; rename {others[0]}")
@@ -271,5 +323,5 @@ def data_files(value: Any) -> list[Any]:
 
 
 def at_least_zero(value: Any) -> int:
-    """verl says -1 for never, we say 0."""
+    """Return 0 for verl's -1, which means never."""
     return max(0, int(value))

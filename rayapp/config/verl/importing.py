@@ -1,4 +1,4 @@
-"""Makes a `Config` of verl's keys, and a table of what became of each. Called by the CLI.
+"""Makes a `Config` from verl's keys, and a table with the outcome of each key. Called by the CLI.
 
 A verl configuration as flat keys: the YAML file and Hydra's overrides, without verl or Hydra. Reads one file.
 """
@@ -32,20 +32,20 @@ _HYDRA_OPTIONS = {
 
 
 def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Every key that the user set, in order, e.g. {"data.train_batch_size": 16}.
+    """Return every key that the user set, in order, e.g. {"data.train_batch_size": 16}.
 
     Args:
-        path: the file that `--config-name` names; None for none.
+        path: the file that `--config-name` names; None: no file.
         overrides: as on verl's command line: key=value, +key=value or ++key=value.
     Raises:
-        ConfigError: the file can't be read, rests on another base than ppo_trainer, or an override is malformed.
+        ConfigError: the file can't be read, is not based on ppo_trainer, or an override is malformed.
     """
     if path is not None and _is_script(Path(path)):
         path, overrides = _of_script(Path(path), overrides)
     values = dict(_flat(_load(Path(path)))) if path is not None else {}
     for override in overrides:
         key, value = _parse_override(override)
-        # An override of a whole section replaces what the file says below it.
+        # An override of a whole section replaces the file's keys in it.
         for below in [name for name in values if name.startswith(f"{key}.")]:
             del values[below]
         values |= dict(_flat({key: value}))
@@ -94,7 +94,7 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
 
 
 def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """`${data.max_prompt_length}` and the like, as Hydra fills them in."""
+    """Return the values with `${data.max_prompt_length}` and the like filled in, as by Hydra."""
     if not any(isinstance(value, str) and "${" in value for value in values.values()):
         return values
     from omegaconf import OmegaConf
@@ -141,7 +141,7 @@ def _default(path: Path, entry: Any) -> dict[str, Any]:
     [(name, chosen)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", entry)]
     group, _, package = str(name).removeprefix("optional ").removeprefix("override ").partition("@")
     file = path.parent / group.lstrip("/") / f"{str(chosen).removesuffix('.yaml')}.yaml"
-    # Files of verl's own, beside its ppo_trainer.yaml, hold the defaults that are known here.
+    # verl's own files, next to its ppo_trainer.yaml, hold the defaults, which are known here.
     if _is_verls_own(path):
         return {}
     if not file.is_file():
@@ -184,7 +184,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def yaml_number(value: Any) -> Any:
-    """`1e-6` is a number to Hydra, and a text to YAML 1.1, which wants `1.0e-6`."""
+    """Return `1e-6` as a number: it is one for Hydra, but a text in YAML 1.1, which requires `1.0e-6`."""
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
@@ -197,28 +197,28 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 OURS = "rayapp."
-"""Begins an override of one of our own keys."""
+"""Prefix of an override of one of our own keys."""
 COUNTS = (
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.n_gpus_per_node",
     "trainer.nnodes", "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )  # fmt: skip
-"""Keys of verl's that others are divided by or multiplied with."""
+"""verl's keys with which the values of others are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
-    """One key of the table that the user reads."""
+    """One row of the table that the user reads."""
 
     key: str
     value: Any
     landing: Landing
     is_default: bool
-    """True for what verl takes where the user says nothing."""
+    """True if the user did not set the key, and the value is verl's default."""
 
     @property
     def where(self) -> str:
-        """`train.num_steps = 1`, or empty where the key has no effect."""
+        """`train.num_steps = 1`; empty if the key has no effect."""
         return ", ".join(f"{key} = {_shown(value)}" for key, value in self.landing.settings.items())
 
 
@@ -228,17 +228,17 @@ class Imported:
 
     config: Config
     settings: Mapping[str, Any]
-    """Our keys, dotted, that differ from our defaults or were named."""
+    """Our keys, dotted, that differ from our defaults or that the user named."""
     rows: tuple[KeyRow, ...]
 
     @property
     def uncounted(self) -> str:
-        """Why train.num_steps is our default and not verl's number; empty where it is verl's."""
+        """Why train.num_steps is our default and not verl's number; empty if it is verl's."""
         counted = "train.num_steps" in self.settings
         return "" if counted else next(row.landing.note for row in self.rows if row.key == STEPS)
 
     def to_yaml(self) -> str:
-        """A config file for `rayapp train`."""
+        """Return a config file for `rayapp train`."""
         head = f"# Set train.num_steps: {self.uncounted}\n" if self.uncounted else ""
         return head + yaml.safe_dump(_nested(self.settings), sort_keys=False, allow_unicode=True, width=120)
 
@@ -247,10 +247,10 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
     """Import verl's file with verl's overrides.
 
     Args:
-        path: the file that `--config-name` names; None where it is verl's own ppo_trainer, as in most launch scripts.
+        path: the file that `--config-name` names; None: verl's own ppo_trainer, as in most launch scripts.
         overrides: as on verl's command line; `rayapp.KEY=VALUE` sets a key of ours, and wins.
     Raises:
-        ConfigError: keys are unknown (all of them are named), a value can't be honoured, or the result contradicts
+        ConfigError: keys are unknown (the message names all), a value is not supported, or the result contradicts
             itself.
     """
     ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
@@ -268,18 +268,23 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
         except ConfigError as error:
             problems[key] = str(error)
     if engine := [problems[key] for key in ("model_engine", "actor_rollout_ref.actor.strategy") if key in problems]:
-        # Keys of another engine have no meaning here, so that their problems would help nobody.
+        # Keys of another engine have no meaning here: reporting their problems would not help.
         raise ConfigError(f"verl keys that can't be imported:\n  {engine[0]}")
     if problems:
         # Several keys of one section may be refused for the same reason.
         raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems.values())))
-    settings = _settings(rows) | own
-    return Imported(config=_loaded(settings, rows), settings=settings, rows=tuple(rows))
+    settings = settings_of(rows) | own
+    return Imported(config=load_settings(settings, rows), settings=settings, rows=tuple(rows))
 
 
-def _loaded(settings: Mapping[str, Any], rows: Sequence[KeyRow]) -> Config:
+def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
+    """Load our configuration from imported settings and overrides of ours.
+
+    Raises:
+        ConfigError: values contradict each other; the message names the foreign keys that they come from.
+    """
     try:
-        return load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
+        return load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *overrides])
     except ConfigError as error:
         said = [
             f"{key} comes of {row.key} = {row.value}"
@@ -291,7 +296,7 @@ def _loaded(settings: Mapping[str, Any], rows: Sequence[KeyRow]) -> Config:
 
 
 def _needed(values: Values) -> dict[str, str]:
-    """Return what is wrong with the keys that the rules of other keys count with, by key."""
+    """Return problems of the keys that other keys' rules compute with, by key."""
     wrong = {
         key: f"{key} = {values[key]!r} can't be imported: it must be a whole number, at least 1"
         for key in COUNTS
@@ -327,7 +332,7 @@ def _rule(key: str) -> Rule | None:
 
 
 def _unknown(key: str) -> str:
-    """Say what is wrong with a key; a near miss is one of the same section."""
+    """Return the problem of an unknown key, with a similar key of the same section if there is one."""
     if "@" in key:
         return f"{key}: it chooses another file of verl's configuration; give that file's keys one by one"
     section, _, name = key.rpartition(".")
@@ -338,7 +343,7 @@ def _unknown(key: str) -> str:
     )
 
 
-def _settings(rows: Sequence[KeyRow]) -> dict[str, Any]:
+def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
     """All settings; where two keys go to the same place, what the user said wins over verl's default."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}

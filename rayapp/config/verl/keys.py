@@ -1,7 +1,7 @@
-"""The table of the import: every key of verl's that we know, and what becomes of it.
+"""The table of the import: every known key of verl, and its rule.
 
-A key that ends in `*` stands for all keys below it. A key that is in no row fails the import: it is added here once
-somebody has decided what it means, never passed over.
+A key that ends in `*` stands for all keys below it. A key without a row fails the import. It gets a row here once its
+meaning is decided; it is never ignored silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_FSDP = (
     "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing", "pad_to_length",
     "pad_to_length_bucket", "use_no_sync_for_gradient_accumulation",
 )  # fmt: skip
-"""Keys of fsdp_config that change the time or the memory of a step, and not its result."""
+"""Keys of fsdp_config that change the time or the memory of a step, but not its result."""
 
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
 }
-"""verl 0.9's defaults for keys that a user leaves out, as far as they change something here."""
+"""verl 0.9's defaults for keys that a user omits, if they change something here."""
 
 DATA: dict[str, Rule] = {
     "data.train_files": to("tasks", arithmetic.data_files),
@@ -111,8 +111,8 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_adv_by_std", bool),
     "algorithm.use_kl_in_reward": arithmetic.kl_in_reward,
     "algorithm.gdpo_reward_keys": optional("algorithm.gdpo_reward_terms", arithmetic.as_list),
-    "algorithm.kl_ctrl.*": no_effect("only read with use_kl_in_reward"),
-    "algorithm.kl_penalty": no_effect("only read with use_kl_in_reward"),
+    "algorithm.kl_ctrl.*": no_effect("goes with use_kl_in_reward"),
+    "algorithm.kl_penalty": no_effect("goes with use_kl_in_reward"),
     "algorithm.gamma": only(1.0, 1, why="rewards are not discounted over tokens"),
     "algorithm.lam": no_effect(_NO_CRITIC),
     f"{_ACTOR}.use_kl_loss": no_effect("kl_loss_coef counts if it is on"),
@@ -128,7 +128,7 @@ ALGORITHM: dict[str, Rule] = {
     f"{_ACTOR}.clip_ratio_high": arithmetic.clip_ratio,
     f"{_ACTOR}.clip_ratio_c": to("algorithm.clip_ratio_c", float),
     f"{_ACTOR}.loss_agg_mode": to("algorithm.loss_agg_mode"),
-    f"{_ACTOR}.policy_loss.loss_mode": to("algorithm.policy_loss"),
+    f"{_ACTOR}.policy_loss.loss_mode": arithmetic.policy_loss,
     f"{_ACTOR}.ppo_epochs": only(1, why="each batch is trained on once"),
     f"{_ACTOR}.shuffle": only(False, why="mini-batches are whole groups in their order"),
     "algorithm.rollout_correction.rollout_is": choice(
@@ -158,7 +158,7 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
-    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float),
+    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float, note="norms and biases are not decayed here"),
     f"{_OPTIM}.betas": to("learner.optimizer.betas"),
     f"{_OPTIM}.lr_warmup_steps": arithmetic.warmup,
     f"{_OPTIM}.lr_warmup_steps_ratio": no_effect("counts where lr_warmup_steps is not set"),

@@ -1,7 +1,7 @@
 """The rest of the import's table: keys of verl's that have no counterpart here, with the reason. Joined in `keys.py`.
 
-Most are features that are off by default: off is the same here, and anything else is refused, because it would change
-the training. What only concerns verl's own machinery has no effect, whatever its value.
+Most are features that are off by default: off is accepted, and any other value is refused, as it would change the
+training. Keys of verl's own machinery have no effect, whatever their value.
 
 The rule of the import for verl's `distillation`. Used by `keys_without_counterpart.py`.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import determinism
+from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
 _LOSS = "distillation.distillation_loss"
 _ESTIMATED = {
-    # As an advantage the log-ratio itself; as a loss, the estimator whose gradient is that advantage's.
+    # As an advantage: the log-ratio itself. As a loss: the estimator whose gradient is that advantage's.
     (True, "k1"): "reverse",
     (True, "kl"): "reverse",
     (False, "k2"): "reverse",
@@ -25,11 +25,11 @@ _ESTIMATED = {
     (False, "k3"): "forward",
     (False, "low_var_kl"): "forward",
 }
-"""Of sampled tokens alone: by use_policy_gradient and loss_mode, the KL whose gradient it is."""
+"""KL over sampled tokens: (use_policy_gradient, loss_mode) -> direction of the KL whose gradient it is."""
 
 
 def distillation(key: str, value: Any, values: Values) -> Landing:
-    """All keys of the section at once: they mean something together."""
+    """Map all keys of the section together, as their meanings depend on each other."""
     if not value:
         return Landing(note="no teacher")
     settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
@@ -45,6 +45,8 @@ def distillation(key: str, value: Any, values: Values) -> Landing:
 def _kl(values: Values) -> dict[str, Any]:
     mode, as_advantage = values.get(f"{_LOSS}.loss_mode", "k3"), bool(values.get(f"{_LOSS}.use_policy_gradient", False))
     clamp, floor = values.get(f"{_LOSS}.loss_max_clamp"), values.get(f"{_LOSS}.log_prob_min_clamp")
+    if mode != "forward_kl_topk":
+        floor = None  # verl clamps the log-probs of its top k alone
     if floor is not None or (clamp is not None and not as_advantage):
         name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
         raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: no such limit is here. Set it to null.")
@@ -60,7 +62,7 @@ def _kl(values: Values) -> dict[str, Any]:
 
 
 def _teacher(values: Values) -> str:
-    """The one model that teaches; verl's own entry counts where there is no other."""
+    """Return the only teacher model; verl's default entry counts if there is no other."""
     models = {
         key.split(".")[2]: str(path)
         for key, path in values.items()
@@ -268,10 +270,10 @@ POLICY: dict[str, Rule] = {
 ALGORITHM_REST: dict[str, Rule] = {
     "algorithm.use_pf_ppo": only(False, why="samples are not weighed by their score"),
     "algorithm.pf_ppo.*": no_effect(_OFF),
-    "algorithm.rollout_correction.rollout_rs": only(None, why="trajectories are weighed (rollout_is), not rejected"),
-    "algorithm.rollout_correction.rollout_rs_threshold": no_effect("only read with rollout_rs"),
-    "algorithm.rollout_correction.bypass_mode": only(False, why="old log-probs are the learner's"),
-    "algorithm.rollout_correction.loss_type": no_effect("only read with bypass_mode"),
+    "algorithm.rollout_correction.rollout_rs": rejection,
+    "algorithm.rollout_correction.rollout_rs_threshold": no_effect("goes with rollout_rs"),
+    "algorithm.rollout_correction.bypass_mode": bypass_mode,
+    "algorithm.rollout_correction.loss_type": no_effect("goes with bypass_mode"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": only(False, why="weights are not normalized"),
     "distillation.enabled": distillation,
     "distillation.*": no_effect("goes with distillation.enabled"),

@@ -1,7 +1,7 @@
-"""Rules of the import, and the four shapes that nearly all of them have. Used by the table in `keys.py`.
+"""Rules of the import, and four functions that make nearly all of them. Used by the table in `keys.py`.
 
-A rule takes a key's value and all values, and says where the value goes here, or why it has no effect. One that can't
-be honoured raises: nothing that changes the training is dropped in silence.
+A rule takes a key's value and all values, and returns our settings, or why the key has no effect. For an unsupported
+value it raises: nothing that changes the training is dropped silently.
 
 Rules of the import for whole features: DAPO's groups and lengths, reward managers, traces. Used by
 `keys_without_counterpart.py`.
@@ -17,17 +17,17 @@ from rayapp.config.algorithm import options_of
 from rayapp.core.errors import ConfigError
 
 Values = Mapping[str, Any]
-"""All keys with their values: verl's defaults, and over them what the user set."""
+"""All keys with their values: verl's defaults, overridden by what the user set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """Where one key goes, with which value and remark."""
+    """The outcome of one key: our settings, and a remark."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys with their values; empty: it has no effect here."""
+    """Our keys with their values; empty if the key has no effect here."""
     note: str = ""
-    """Why it has none, or in what it differs."""
+    """Why the key has no effect, or how its meaning differs."""
 
 
 Rule = Callable[[str, Any, Values], Landing]
@@ -35,7 +35,7 @@ Convert = Callable[[Any], Any]
 
 
 def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """The value goes to one key of ours."""
+    """Return a rule that passes the value to one of our keys."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={target: convert(value)}, note=note)
@@ -53,7 +53,7 @@ def optional(target: str, convert: Convert = lambda value: value) -> Rule:
 
 
 def no_effect(why: str) -> Rule:
-    """The key means nothing here, whatever its value."""
+    """Return a rule for a key that means nothing here, whatever its value."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note=why)
@@ -62,7 +62,7 @@ def no_effect(why: str) -> Rule:
 
 
 def only(*allowed: Any, why: str) -> Rule:
-    """The key has one meaning that we share; any other value is refused.
+    """Return a rule that accepts only these values, whose meaning is the same here.
 
     Raises (the rule): ConfigError.
     """
@@ -77,7 +77,7 @@ def only(*allowed: Any, why: str) -> Rule:
 
 
 def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
-    """A word of verl's that has another here.
+    """Return a rule that maps verl's names to ours.
 
     Raises (the rule): ConfigError.
     """
@@ -92,7 +92,7 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
 
 
 def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """A word of verl's that changes nothing here; any other is refused.
+    """Return a rule for names of verl that change nothing here; any other value is refused.
 
     Raises (the rule): ConfigError.
     """
@@ -106,7 +106,7 @@ def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
 
 
 def refused(section: str, *, why: str) -> Rule:
-    """A section of which nothing can be imported: all of its keys have one message.
+    """Return a rule for a section that can't be imported at all: all of its keys give one message.
 
     Raises (the rule): ConfigError.
     """
@@ -127,7 +127,7 @@ _MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
-    """Groups of equal rewards are replaced; verl counts batches that it may generate, we count groups replaced."""
+    """Map the replacement of groups with equal rewards: verl limits generated batches, we limit replaced groups."""
     settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(value)}
     if not value:
         return Landing(settings=settings)
@@ -141,14 +141,14 @@ def filter_groups(key: str, value: Any, values: Values) -> Landing:
 
 
 def filter_metric(key: str, value: Any, values: Values) -> Landing:
-    """Take the reward term that groups are compared by; verl's names of the reward itself are the default."""
+    """Map the reward term that groups are compared by; verl's names of the reward itself are the default."""
     if not values.get(f"{_FILTER}.enable") or value in _REWARD_METRICS:
         return Landing(note="groups are compared by their rewards")
     return Landing(settings={"algorithm.dynamic_sampling.metric": str(value)})
 
 
 def template_variable(key: str, value: Any, values: Values) -> Landing:
-    """Take one variable of the chat template."""
+    """Map one variable of the chat template."""
     name = key.removeprefix("data.apply_chat_template_kwargs.")
     if "." in name or not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{key} = {value!r} can't be imported: it must be a text, a number, true or false")
@@ -156,7 +156,8 @@ def template_variable(key: str, value: Any, values: Values) -> Landing:
 
 
 def reward_manager(key: str, value: Any, values: Values) -> Landing:
-    """verl's managers differ in how they go about it; `dapo` can punish long answers too, see `reward_kwargs`."""
+    """Map the reward manager: verl's differ only in how they compute; `dapo` can also penalize long answers, see
+    `reward_kwargs`."""
     if value not in (None, *_MANAGERS):
         raise ConfigError(
             f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
@@ -171,7 +172,7 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
 
 
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
-    """`overlong_buffer_cfg` of the manager `dapo`, wherever a version of verl keeps it."""
+    """Map `overlong_buffer_cfg` of the manager `dapo`, wherever this version of verl keeps it."""
     section, _, name = key.rpartition(".")
     if not section.endswith(("overlong_buffer_cfg", "overlong_buffer")):
         if name == "max_resp_len":
@@ -188,16 +189,18 @@ def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
 
 
 def loss_option(key: str, value: Any, values: Values) -> Landing:
-    """An option of a policy loss, kept where the configured loss reads it."""
+    """Map an option of a policy loss; kept if the configured loss reads it."""
     name = key.rpartition(".")[2]
     mode = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+    if values.get("algorithm.rollout_correction.bypass_mode"):
+        mode = "bypass_mode"
     if value is None or name not in options_of(str(mode)):
         return Landing(note="not set" if value is None else f"the loss {mode} does not read it")
     return Landing(settings={f"algorithm.policy_loss_options.{name}": value})
 
 
 def trace(key: str, value: Any, values: Values) -> Landing:
-    """MLflow traces; verl counts prompts of each worker, we take a share of all trajectories."""
+    """Map MLflow traces: verl counts prompts of each worker, we trace a share of all trajectories."""
     if value is None:
         return Landing(settings={"tracking.trace_ratio": 0.0})
     if value != "mlflow":
@@ -216,7 +219,7 @@ def trace(key: str, value: Any, values: Values) -> Landing:
 
 
 def same_as(other: str) -> Rule:
-    """A key that repeats another one; verl fills it in from there.
+    """Return a rule for a key whose value verl copies from another one.
 
     Raises (the rule): ConfigError.
     """

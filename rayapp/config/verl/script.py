@@ -20,7 +20,7 @@ from typing import Any
 from rayapp.core.errors import ConfigError
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
-"""Last part of the modules whose runs are GRPO and its kin."""
+"""Last part of the names of modules that train with GRPO or a similar algorithm."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Enclose the text of an expansion that can't be computed."""
 _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
@@ -28,7 +28,7 @@ _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?])(\[[^\]]*\])?(.*)", re.DOTALL)
 _SEPARATORS = ("&&", "||", ";;", ";", "&", "|", "\n", "(", ")")
 _FALSE_HERE = ("python3 -c import torch_npu", "python -c import torch_npu", "command -v npu-smi", "npu-smi info")
-"""Commands by which scripts look for NPUs, which runs here don't use."""
+"""Commands with which scripts look for NPUs, which runs here don't use."""
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -98,7 +98,7 @@ def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> Non
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
     words: tuple[str, ...]
-    """Words as they are written, with their quotes."""
+    """Words as written, with their quotes."""
     after: str
     """Separator before the command."""
 
@@ -336,16 +336,16 @@ class _Shell:
         return found if found is None else found != negated
 
     def text(self, raw: str) -> str:
-        """Return a word expanded, as one text."""
+        """Return an expanded word as one text."""
         return " ".join(self.fields(f'"{raw}"' if raw.startswith("$") else raw))
 
     def fields(self, raw: str) -> list[str]:
-        """Return what a word expands to: usually one text, for arrays several, for unquoted nothing none."""
+        """Return the fields of an expanded word: usually one, for arrays several, for an unquoted empty value none."""
         return _Expansion(self, raw).fields()
 
 
 class _Expansion:
-    """One word on its way to its fields."""
+    """One word that is being expanded to its fields."""
 
     def __init__(self, shell: _Shell, raw: str) -> None:
         self._shell, self._raw = shell, raw

@@ -1,4 +1,4 @@
-"""Advantages: verl's estimators, called with what this project's groups hold.
+"""Advantages: verl's estimators, called with the data of this project's groups.
 
 Called by the learner once a step, on every trajectory of the step (some estimators whiten over all of them), on every
 rank alike. It never sees invalid trajectories and never computes a baseline of its own.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from rayapp.config.algorithm import (
     NEEDS_GREEDY_BASELINE,
     NEEDS_LOG_PROBS,
     AlgorithmSection,
+    KlInRewardSection,
 )
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.core.names import is_plugin, load_plugin
@@ -44,9 +45,11 @@ class AdvantageInputs:
     group_index: NDArray[np.int64]
     """(B,) equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
-    """Each (B,); gdpo normalises each of them by itself."""
+    """Each (B,); gdpo normalises each term separately."""
     baselines: FloatArray | None = None
     """(B,) reward of the group's greedy trajectory, for remax."""
+    kl_penalty: Tensor | None = None
+    """(B, T) reward that each token loses for its KL to the reference, 0 past a row's own tokens; None: no penalty."""
     old_log_probs: Tensor | None = None
     """(B, T), for the optimal token baselines."""
     sum_pi_squared: Tensor | None = None
@@ -56,7 +59,7 @@ class AdvantageInputs:
 
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
-    """Advantage of every response token.
+    """Return the advantage of every response token.
 
     Returns:
         (B, T) float32, 0 past a row's own tokens.
@@ -75,8 +78,44 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
     return advantages.detach().float()
 
 
+def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSection) -> FloatArray:
+    """Estimate the KL to the reference at each of R sampled tokens, (R,)."""
+    import torch
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    kl: FloatArray = kl_penalty(torch.from_numpy(log_probs), torch.from_numpy(reference), section.type).numpy()
+    return kl
+
+
+class KlPenalty(NamedTuple):
+    """The KL to the reference, taken from the rewards of a step."""
+
+    rewards: Tensor
+    """(B, T) reward that each token loses."""
+    mean_kl: float
+    """Mean over trajectories of their mean KL per token."""
+    next_coef: float
+    """Coefficient of the next step."""
+
+
+def kl_penalty_of(
+    kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
+) -> KlPenalty:
+    """Weigh the KL of every token (B, T), and move the coefficient on with verl's controller."""
+    import torch
+    from verl.trainer.config import KLControlConfig
+    from verl.trainer.ppo.core_algos import get_kl_controller
+
+    mean_kl = float((kl.sum(-1) / torch.from_numpy(num_response_tokens)).mean())
+    controller = get_kl_controller(
+        KLControlConfig(type=section.control, kl_coef=coef, target_kl=section.target_kl, horizon=section.horizon)
+    )
+    controller.update(mean_kl, len(num_response_tokens))
+    return KlPenalty(rewards=coef * kl, mean_kl=mean_kl, next_coef=float(controller.value))
+
+
 def check_estimator(name: str) -> None:
-    """Raises ConfigError unless `name` can be used here."""
+    """Check an estimator's name. Raises ConfigError: it can't be used here."""
     if name in NEEDS_CRITIC:
         raise ConfigError(f"algorithm.adv_estimator {name!r} needs a critic, and there is none. Use one of {_names()}.")
     if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
@@ -84,7 +123,7 @@ def check_estimator(name: str) -> None:
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """(B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
+    """Return (B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
     import torch
 
     lengths = torch.as_tensor(np.asarray(num_response_tokens))
@@ -97,8 +136,11 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
     mask = response_mask(inputs.num_response_tokens)
     name = algorithm.adv_estimator
+    rewards = _on_last_token(torch.as_tensor(inputs.rewards), mask, name)
+    if inputs.kl_penalty is not None:
+        rewards -= inputs.kl_penalty
     arguments: dict[str, Any] = {
-        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, name),
+        "token_level_rewards": rewards,
         "response_mask": mask,
         "index": inputs.group_index,
         "config": _algo_config(algorithm),
@@ -117,12 +159,13 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """Arguments of gdpo, which reads each reward term from the batch and puts it on the last token itself."""
+    """Return the arguments of gdpo, which reads each reward term from the batch and puts it on the last token
+    itself."""
     import torch
 
     if not algorithm.gdpo_reward_terms:
         return {"config": None}
-    # Only terms that every reward has: a term is NaN where a reward lacks it.
+    # Only terms that every reward has: a missing term is NaN.
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
@@ -133,7 +176,8 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
 
 
 def _algo_config(algorithm: AlgorithmSection) -> Any:
-    """The part of verl's AlgoConfig that estimators read. A DictConfig: gdpo reads keys AlgoConfig does not declare."""
+    """Return the part of verl's AlgoConfig that estimators read, as a DictConfig: gdpo reads keys that AlgoConfig
+    lacks."""
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -146,9 +190,9 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """(B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a group
-    without signal gets advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32
-    only."""
+    """Return (B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a
+    group without signal would get advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines
+    accept only float32."""
     import torch
 
     dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64

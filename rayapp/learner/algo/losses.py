@@ -45,7 +45,7 @@ class LossScale:
     """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, never the longest row of a micro-batch."""
 
     def for_verl(self) -> dict[str, int]:
-        """Keyword arguments of verl's `agg_loss`."""
+        """Return keyword arguments of verl's `agg_loss`."""
         return {
             "dp_size": self.dp_size,
             "batch_num_tokens": max(1, self.num_tokens),
@@ -59,7 +59,7 @@ class LossRows:
     """B compact rows (see `advantages`), T tokens."""
 
     log_probs: Tensor
-    """(B, T) log-probs under the policy as it is, with gradient."""
+    """(B, T) log-probs under the current policy, with gradient."""
     old_log_probs: Tensor
     """(B, T) log-probs under the policy at the start of the step."""
     rollout_log_probs: Tensor
@@ -69,15 +69,15 @@ class LossRows:
     mask: Tensor
     """(B, T) float32"""
     entropy: Tensor | None = None
-    """(B, T), with gradient when the entropy bonus needs it."""
+    """(B, T), with gradient if there is an entropy bonus."""
     ref_log_probs: Tensor | None = None
-    """(B, T) log-probs under the frozen reference, when the KL loss needs it."""
+    """(B, T) log-probs under the frozen reference, if there is a KL loss."""
     teacher_kl: Tensor | None = None
-    """(B, T) KL to the teacher, with gradient where it is taken over more than the sampled token."""
+    """(B, T) KL to the teacher, with gradient if it covers more than the sampled token."""
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
-    """The configured policy loss of these rows, without KL and entropy.
+    """Return the configured policy loss of these rows, without KL and entropy.
 
     Args:
         actor_config: made by `make_actor_config` with the same scale.
@@ -106,7 +106,7 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """A scalar loss and what verl measured on the way, averaged over the rows' tokens."""
+    """A scalar loss and verl's measurements, averaged over the rows' tokens."""
 
     loss: Tensor
     metrics: dict[str, float]
@@ -133,7 +133,7 @@ def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: Al
 
 
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """KL to the frozen reference, aggregated as the policy loss is; not yet times its coefficient."""
+    """Return the KL to the frozen reference, aggregated like the policy loss and not multiplied by its coefficient."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
     assert rows.ref_log_probs is not None, "the KL loss needs reference log-probs"
@@ -150,7 +150,7 @@ def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale:
 
 
 def make_actor_config(config: Config, scale: LossScale) -> Any:
-    """verl's ActorConfig, which its losses read.
+    """Return verl's ActorConfig, which its losses read.
 
     Raises:
         ConfigError: `algorithm.policy_loss` is unknown.
@@ -185,7 +185,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
 
 
 def check_policy_loss(name: str) -> None:
-    """Raises ConfigError unless `name` is a policy loss of verl 0.9.1."""
+    """Check a loss's name. Raises ConfigError: verl 0.9.1 has no policy loss of this name."""
     if name not in POLICY_LOSSES and not is_plugin("losses", name):
         raise ConfigError(
             f"algorithm.policy_loss {name!r} is none of verl 0.9.1's: use one of {', '.join(POLICY_LOSSES)}."
@@ -205,7 +205,7 @@ Scored = tuple[TrainItem, FloatArray, FloatArray]
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
 ) -> dict[int, FloatArray]:
-    """Gradient of the loss by log-prob, (R,) by row number; times dp_size, as every loss here is."""
+    """Return the gradient of the loss by log-prob, (R,) by row number; times dp_size, like every loss here."""
     if not scored:
         return {}
     scored = sorted(scored, key=lambda entry: entry[0].row)
@@ -213,11 +213,10 @@ def coupled_gradients(
     mask = response_mask(np.array([item.advantages.size for item in items]))
     width = mask.shape[1]
     log_probs = stack_rows([now for _, now, _ in scored], width).requires_grad_()
-    rollout = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in items]
     rows = LossRows(
         log_probs=log_probs,
         old_log_probs=stack_rows([old for _, _, old in scored], width),
-        rollout_log_probs=stack_rows(rollout, width),
+        rollout_log_probs=stack_rows([item.rollout_log_probs for item in items], width),
         advantages=stack_rows([item.advantages for item in items], width),
         mask=mask,
     )

@@ -147,7 +147,7 @@ def check_replay(causal_lm: Any) -> None:
     text = causal_lm.config.get_text_config()
     refused = f"learner.router_replay: model_type {text.model_type!r}"
     if not num_experts_of(text):
-        raise InputError(f"{refused} is no mixture of experts. Set it to false.")
+        raise InputError(f"{refused} is not a mixture of experts. Set it to false.")
     if getattr(text, "topk_method", "") == "group_limited_greedy":
         raise InputError(
             f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), also "

@@ -247,4 +247,4 @@ def _check_names(expected: set[str], folder: Path) -> None:
     found = {name for name in stored if name.startswith(_WEIGHTS)}
     if found != expected:
         odd = sorted(found ^ expected)
-        raise ValueError(f"it has {len(found)} of {len(expected)} tensors, and {odd[0]} is not in both")
+        raise ValueError(f"it has {len(found)} tensors and the model {len(expected)}; only one of them has {odd[0]}")

@@ -140,7 +140,7 @@ def _read(
         return
     for pattern, names in source.names.items():
         if stacked and len(names) != len(targets[first]):
-            raise InputError(f"model.path has {len(names)} of {len(targets[first])} tensors {pattern}, of {first}")
+            raise InputError(f"model.path has only {len(names)} of {len(targets[first])} tensors {pattern} for {first}")
         for name in names[rows] if stacked and rows is not ... else names:
             converter.add_tensor(first, name, pattern, files[name][...])
     for target, found in converter.convert(first, model=causal_lm, config=causal_lm.config).items():

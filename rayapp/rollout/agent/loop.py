@@ -1,11 +1,11 @@
-"""The agent loop: the policy speaks, its tools answer, until it has said its last word. Called by rollout workers.
+"""The agent loop: the policy samples a turn, its tools answer, until a turn has no calls. Called by rollout workers.
 
     prompt ids -> generate -> sampled ids -> tool calls? -- no --> answered
                      ^                          | yes, side by side
                      '--- suffix ids (results) <'
 
-Token in, token out: the engine reads exactly what it sampled before, plus what the template adds. What the policy or a
-tool does wrong is text for the policy; what infrastructure does wrong ends the play as failed.
+Token in, token out: the engine reads exactly what it sampled before, plus what the template adds. Mistakes of the
+policy and failures of a tool become text for the policy; failed infrastructure ends the play as failed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rayapp.tools.toolset import ToolSet, ToolStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """Template, parser, tools and limits of all plays of a process."""
+    """Template, parser, tools and limits, shared by all plays of a process."""
 
     chat: ChatFormat
     parser: ToolCallParser
     tools: ToolSet
     limits: AgentLimits
     is_talk: bool = False
-    """Results are a user's messages: the policy knows of no tools."""
+    """Send results as a user's messages: the policy's prompt lists no tools."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play the prompt once. Only its tools have deadlines: the caller sets one for the play.
+        """Play the prompt once. Only its tools have deadlines: the caller limits the time of the play.
 
         Args:
-            sampling: of every turn; `max_tokens` is lowered to what is left of the limit.
+            sampling: sampling of every turn; `max_tokens` is lowered to the rest of the limit.
             request_id: id of the trajectory; turns are numbered from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
-            SandboxConfigError: no sandbox can ever be had with this configuration.
+            SandboxConfigError: this configuration can never provide a sandbox.
         """
         play = _Play(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
         try:
@@ -72,7 +72,7 @@ class AgentLoop:
 
 @dataclass(slots=True, kw_only=True)
 class _Play:
-    """One play in the making."""
+    """State of one play."""
 
     loop: AgentLoop
     engine: RolloutEngine
@@ -103,7 +103,7 @@ class _Play:
                 return RolloutStatus.MAX_TURNS
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
-                # Results that leave no room to answer are not appended: nobody would learn from them.
+                # Results that leave no room to answer are not appended: the policy could not learn from them.
                 return RolloutStatus.TRUNCATED
             self.recorder.add_read(suffix)
 
@@ -125,7 +125,7 @@ class _Play:
             if self.loop.is_talk:
                 return chat.continuation_ids(sampled, [{"role": "user", "content": text} for text in results])
             return chat.suffix_ids(sampled, results, names)
-        except Exception as error:  # boundary: a template is a program, and reads what a tool has said
+        except Exception as error:  # boundary: a template is a program that reads a tool's text
             raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
 
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:

@@ -41,7 +41,7 @@ _MARK = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|^[^\w\n]*\w[\w ]{0,30}:[ \t]*
 
 
 def marks(parts: Iterable[str]) -> set[str]:
-    r"""Return the control texts in what a chat template writes between messages: those that mark a role or end a turn.
+    """Return the control texts in what a chat template writes between messages: those that mark a role or end a turn.
 
     Example: ["</s>[INST] ", "\\n### Response:\\n"] -> {"</s>", "[INST]", "### Response:"}.
     """

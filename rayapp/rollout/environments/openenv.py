@@ -1,11 +1,12 @@
-"""A server of OpenEnv, from version 0.2 on: a WebSocket session for each trajectory. Our own few lines of its protocol.
+"""Client of an OpenEnv server, version 0.2 or newer: a WebSocket session for each trajectory. The protocol is written
+here.
 
     GET /schema -> {"action": JSON schema, …}
     /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
           {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
 
-An action is a call of the one tool `step`, whose arguments are its fields, or with `text_field` a turn of the policy as
-it is; where actions are calls of MCP tools, each of those is a tool of the policy.
+An action is a call of the only tool `step`, whose arguments are the action's fields, or with `text_field` the text of a
+turn. If actions are calls of MCP tools, each of those is a tool of the policy.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 _MAX_MESSAGE_BYTES = 16 << 20
 _FULL_PAUSE_S = 1.0
 _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""Error codes of a server for an action that it can't take; any other error is the server's failure."""
+"""Error codes of a server for an action that it can't take; any other error is a failure of the server."""
 
 
 @dataclass(slots=True)
 class OpenEnvStage:
-    """See `scene.Stage`."""
+    """See `Stage`."""
 
     environment: OpenEnvEnvironment
     _takes_calls: bool = field(default=False, init=False)
@@ -54,7 +55,7 @@ class OpenEnvStage:
             raise ConfigError(f"{self._where} had no free session in {self.environment.timeout_s:g} s") from error
 
     async def holds_one_session(self) -> bool:
-        """Return whether the server refuses a second session beside a first, as one made by `openenv init` does."""
+        """Return whether the server refuses a second concurrent session, as a server from `openenv init` does."""
         async with self.scene() as first, self.scene() as second:
             await first.reset(self._first)
             try:
@@ -119,7 +120,7 @@ class _ServerFullError(ToolUnavailableError):
 
 @dataclass(slots=True)
 class OpenEnvScene:
-    """See `scene.Scene`; `connect` it, and `close` it."""
+    """See `Scene`; `connect` it, and `close` it."""
 
     session: ClientSession
     environment: OpenEnvEnvironment
@@ -140,11 +141,11 @@ class OpenEnvScene:
             raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the session. Idempotent."""
         await self._socket.close()
 
     async def reset(self, columns: Columns) -> str:
-        """Begin. A server that holds no more sessions is asked again until one is free: the group has a deadline."""
+        """Begin the episode. While a server has no free session, ask again: the group has a deadline."""
         while True:
             try:
                 return _shown((await self.ask("reset", columns))["observation"])
@@ -184,16 +185,16 @@ class OpenEnvScene:
             raise ToolUnavailableError(f"{self.environment.url}: it does not say which tools there are") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The observation, with `reward` and `done` beside it.
+        """Return the observation, with `reward` and `done`.
 
         Raises:
             ToolFailedError: the server can't take the action.
-            ToolUnavailableError: it is gone, answers too late, or in another way than it should.
+            ToolUnavailableError: the server is gone, answers too late, or breaks the protocol.
         """
         url = self.environment.url
         try:
             async with asyncio.timeout(self.environment.timeout_s):
-                # A server that closes the session may have said why before.
+                # A server that closed the session may have sent the reason before.
                 with suppress(ConnectionError):
                     await self._socket.send_json({"type": kind, "data": data})
                 message = await self._socket.receive()
@@ -219,7 +220,8 @@ class OpenEnvScene:
             return {**data, "observation": dict(data["observation"])}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ToolUnavailableError(
-                f"{url}: it speaks another version: {text[:200]!r} is no observation. OpenEnv 0.2 or newer is needed"
+                f"{url}: it speaks another version: {text[:200]!r} is not an observation. OpenEnv 0.2 or newer is "
+                "needed"
             ) from error
 
 
@@ -227,11 +229,11 @@ def _number(value: Any, url: str) -> float | None:
     try:
         return None if value is None else storable(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is no finite number") from error
+        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is not a finite number") from error
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:
-    """The tool whose arguments are an action's fields."""
+    """Return the tool whose arguments are an action's fields."""
     properties = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     required = [name for name in action.get("required", ()) if name in properties]
     kept = {name: action[name] for name in ("$defs", "additionalProperties") if name in action}
@@ -243,9 +245,9 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """An observation for the policy: its text where it is a single one, else JSON of all that it says."""
+    """Return an observation as text for the policy: its text if that is its only value, else JSON of all values."""
     result = observation.get("result")
-    if result is not None:  # of an MCP tool
+    if result is not None:  # the result of an MCP tool
         data = result.get("data", result) if isinstance(result, dict) else result
         return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     said = {name: value for name, value in observation.items() if value not in (None, "", [], {})}

@@ -1,7 +1,8 @@
 """A Python class in the form of TRL's `environment_factory`: `reset(**row)`, and its public methods are the tools.
 
-It is the user's own and runs in this process. As there, an object is made when more trajectories run at once than there
-are objects, and is reset for each. One that raised where it must not, or did not answer in time, is never used again.
+The class is the user's own and runs in this process. As in TRL, an object is reset for each trajectory, and a new one
+is made only if all are in use. An object that raised an unexpected error, or did not answer in time, is never used
+again.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from rayapp.tasks.environments.files import Columns, EnvironmentTask, TrlEnviron
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _GONE = re.compile("Connect|Disconnect|Timeout")
-"""ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of aiohttp…"""
+"""Names of connection errors: ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of
+aiohttp…"""
 _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
 @dataclass(slots=True)
 class TrlStage:
-    """See `scene.Stage`."""
+    """See `Stage`."""
 
     environment: TrlEnvironment
     _factory: Callable[[], Any] = field(init=False)
@@ -50,7 +52,9 @@ class TrlStage:
             raise ConfigError(f"task {self.environment.name}: {error}") from error
         self._free.append(made)
         if not callable(getattr(made, "reset", None)):
-            raise ConfigError(f"task {self.environment.name}: {self.environment.factory} gives what has no reset()")
+            raise ConfigError(
+                f"task {self.environment.name}: {self.environment.factory} returns an object without reset()"
+            )
         if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
             raise ConfigError(
                 f"task {self.environment.name}: nothing gives a reward. {self.environment.factory} has neither a "
@@ -71,7 +75,7 @@ class TrlStage:
 
 @dataclass(slots=True)
 class TrlScene:
-    """See `scene.Scene`."""
+    """See `Scene`."""
 
     made: Any
     environment: TrlEnvironment
@@ -90,8 +94,8 @@ class TrlScene:
             async with self._one_at_a_time:
                 return ToolOutput(text=str(await self._call(name, **arguments)))
         except ToolUnavailableError as error:
-            # As in TRL, what a tool raises is for the policy to read: `raise ValueError("game over")`. But a
-            # connection that broke is no word of the game.
+            # As in TRL, the policy reads the exception of a tool: `raise ValueError("game over")`. But a lost
+            # connection is a failure of the environment.
             if not _is_lost(error.__cause__):
                 self.is_lost = False
                 raise ToolFailedError(f"{error.__cause__}") from error
@@ -102,7 +106,7 @@ class TrlScene:
         try:
             return storable(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise self._lost(f"its reward {value!r:.80} is no finite number") from error
+            raise self._lost(f"its reward {value!r:.80} is not a finite number") from error
 
     async def _value(self, task: EnvironmentTask, played: Trajectory) -> Any:
         if self.score is not None:
@@ -132,8 +136,8 @@ class TrlScene:
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Whether it says, or came of an error that says, that who should answer is gone. Clients have classes of their
-    own for that, of no common base."""
+    """Return True if this error or its cause is a lost connection. Each client has its own classes for that, without a
+    common base."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
             return True
@@ -152,15 +156,15 @@ def _tools(made: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) -> ToolSchema:
-    from transformers.utils import get_json_schema  # what TRL reads them with; seconds to import
+    from transformers.utils import get_json_schema  # TRL's own reader of docstrings; importing it takes seconds
 
     where = f"task {environment.name}: {environment.factory}.{name}()"
     try:
         return ToolSchema.from_openai(get_json_schema(method), where=where)
-    except Exception as error:  # boundary: it reads the user's docstring, with errors of its own
+    except Exception as error:  # boundary: it parses the user's docstring
         raise ConfigError(
             f"{where} can't be a tool: {error}. A tool has typed arguments, each described in its docstring under "
-            "Args:; a method that is no tool begins with an underscore"
+            "Args:; a method that is not a tool begins with an underscore"
         ) from error
 
 
@@ -169,7 +173,7 @@ async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **
     deadline.
 
     Raises:
-        ToolUnavailableError: it took too long, or raised; then that is the cause.
+        ToolUnavailableError: it took too long, or raised an error, which becomes the cause.
     """
     try:
         async with asyncio.timeout(timeout_s):

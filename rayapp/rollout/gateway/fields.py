@@ -1,6 +1,6 @@
-"""Fields of a request's body that change no message: which are harmless, which are not followed, which are refused.
+"""Fields of a request's body other than messages: which are harmless, which have no effect, which are refused.
 
-Called by every dialect with the names that it reads itself. Pure.
+Each dialect calls it with the names of the fields that it reads itself. Pure.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _HARMLESS = names("""
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-"""They say who asks, what a service keeps, or how fast it is."""
+"""Fields about the caller, or about a service's storage and speed."""
 _NOT_FOLLOWED = names("context_management include reasoning reasoning_effort thinking truncation verbosity")
-"""Wishes that the chat template or the session decides."""
+"""Fields for settings that the chat template or the session determines."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
@@ -44,7 +44,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-"""Fields that change what is sampled or ask for something that is not there, and their values that do neither."""
+"""Fields that would change the sampling or request something that is missing here, with their values that do
+neither."""
 
 _MAX_FIELDS = 100
 
@@ -60,9 +61,9 @@ def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
     """Sort the fields that a dialect does not read.
 
     Args:
-        read: names of those that it reads.
+        read: names of the fields that the dialect reads.
     Raises:
-        RefusedError: a field asks for what is not offered.
+        RefusedError: a field asks for something that is not supported.
     """
     if len(body) > _MAX_FIELDS:
         raise RefusedError("invalid", f"a body has {len(body)} fields: at most {_MAX_FIELDS} are read")

@@ -20,21 +20,21 @@ from rayapp.sandbox.loopback import Accept
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 30.0
-"""A connection without a request may last so long: until its first request's headers are there, and between two."""
+"""Longest time of a connection without a request: before the headers of its first request, and between two requests."""
 _BACKLOG = 1024
-"""Connections that the kernel holds. Agents of a whole worker connect at once."""
+"""Connections that the kernel queues: the agents of a whole worker connect at once."""
 _WAIT_S = 0.05
 _QUIET_S = 60.0
-"""Between two lines of the log about connections that could not be accepted."""
+"""Least time between two log lines about connections that could not be accepted."""
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
     """Return sockets that hold an address, and do not listen yet.
 
     Args:
-        port: 0 takes a free one.
+        port: 0: a free one.
     Raises:
-        ConfigError: the address can't be had.
+        ConfigError: the address can't be used.
     """
     sockets = list[socket.socket]()
     try:
@@ -67,20 +67,20 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 class Listening:
-    """An application that is served. `start` it or let it `accept_from` elsewhere, and `close` it.
+    """Serves an application. Call `start` or `accept_from`, then `close`.
 
     Args:
-        max_connections: at once; 0: half of the descriptors of this process, at most 1024. Where one more comes, the
-            one that has been without a request for longest is closed.
+        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024. One more
+            connection closes the one that has been without a request for longest.
     """
 
     def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
         self._busy = dict[object, int]()
-        """Requests that are answered, by connection."""
+        """Requests in progress, by connection."""
         self._idle = dict[web.RequestHandler, float]()
-        """Connections without a request, by the time since when; those that have been so for longest first."""
+        """Connections without a request -> since when, longest first."""
         app.middlewares.append(self._note_busy)
-        # An agent that hangs up gives its turn up.
+        # If an agent hangs up, its turn is cancelled.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         self._max_connections = max_connections or _default_connections()
         self._tasks = list[asyncio.Task[None]]()
@@ -91,7 +91,7 @@ class Listening:
         """Listen on sockets that are `bound`.
 
         Raises:
-            ConfigError: another process has come to listen there meanwhile.
+            ConfigError: another process listens there now.
         """
         loop = asyncio.get_running_loop()
         self._sockets += sockets
@@ -105,14 +105,14 @@ class Listening:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def accept_from(self, accept: Accept, name: str) -> None:
-        """Serve the connections that a function returns, in a task of this name."""
+        """Serve the connections that `accept` returns, in a task of this name."""
         if self._runner.server is None:
             await self._runner.setup()
             self._tasks.append(asyncio.create_task(self._close_silent(), name="close silent connections"))
         self._tasks.append(asyncio.create_task(self._accept(accept), name=name))
 
     async def close(self) -> None:
-        """Listen no more, and end all requests. Idempotent."""
+        """Stop listening, and end all requests. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -132,7 +132,7 @@ class Listening:
                 await asyncio.sleep(0 if self._idle else _WAIT_S)
             try:
                 await loop.connect_accepted_socket(server, connection)
-            except OSError:  # it has gone again
+            except OSError:  # it has disconnected
                 connection.close()
 
     @web.middleware
@@ -157,7 +157,7 @@ class Listening:
                 self._close_longest()
 
     def _look(self, server: web.Server) -> None:
-        """Bring the list of connections without a request up to date."""
+        """Update the list of connections without a request."""
         now_s = asyncio.get_running_loop().time()
         idle = [each for each in server.connections if each not in self._busy]
         since = {each: self._idle.get(each, now_s) for each in idle}
@@ -170,12 +170,12 @@ class Listening:
 
 
 def _default_connections() -> int:
-    """Half of the descriptors that this process may have: the rest is for all else."""
+    """Return half of the descriptors that this process may have: the rest is for other uses."""
     return max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    """Return the next connection. No descriptor left is said once in a while, not for each try."""
+    """Return the next connection. If no descriptor is left, log it now and then, not at each try."""
     said_at_s = -_QUIET_S
     while True:
         try:

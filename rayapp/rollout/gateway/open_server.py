@@ -3,8 +3,8 @@
     POST /v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
     GET /metrics | /health    without a key
 
-Each call is a session of its own, which is over with it: nothing is kept, so memory does not grow. Requests set the
-distribution, since harnesses choose theirs.
+Each call gets its own session, which ends with it: nothing is kept, so memory does not grow. Requests set the
+distribution, as evaluation harnesses choose their own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OpenDoor:
     async def count(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # By the path of the route: others would each be a name of their own.
+        # Label by the route's path: other paths would each make a new series.
         resource = request.match_info.route.resource
         path, status, started_s = resource.canonical if resource is not None else "other", 499, time.monotonic()
         try:
@@ -117,14 +117,14 @@ async def open_to_all(
     sockets: Sequence[socket.socket],
     max_connections: int = 0,
 ) -> AsyncIterator[str]:
-    """A server that answers until the block is left. The value is its address.
+    """Serve for the length of the block; yields the server's address.
 
     Args:
         model: the name that it is listed under.
         sampling: limit of a call's prompt and answer together, and defaults of requests.
-        key: what clients send.
-        sockets: `bound`, where it listens.
-        max_connections: at once; 0: half of the descriptors of this process, at most 1024.
+        key: key that clients send.
+        sockets: sockets from `bound` to listen on.
+        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024.
     """
     door = OpenDoor(formats, engine, sampling, key)
     listening = Listening(open_application(door, model), max_connections=max_connections)

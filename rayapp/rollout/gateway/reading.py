@@ -59,7 +59,7 @@ def parsed(data: bytes) -> Mapping[str, Any]:
     try:
         body = without_surrogates(json.loads(data))
     except (ValueError, RecursionError) as error:
-        raise refuse(f"the body is no JSON: {error}") from None
+        raise refuse(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise refuse("the body must be a JSON object")
     return body

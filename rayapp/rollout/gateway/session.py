@@ -1,9 +1,9 @@
-"""One trajectory's conversations with the policy: calls in, replies out, and every token recorded.
+"""One trajectory's conversations with the policy: reads calls, writes replies, and records every token.
 
-    Ask -> where it goes on (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
+    Ask -> its place (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
 
-Made by the gateway for each trajectory, and over with it. What the agent does wrong is a `RefusedError`; what the
-engine does wrong is one too, and ends the session: `trouble` then has the error.
+The gateway makes one for each trajectory and ends it with the trajectory. Mistakes of the agent are `RefusedError`s. A
+failure of the engine is one too, and ends the session: `trouble` then has the error.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
 MAX_RECORDED_CHARS = 16_384
-"""Length of a tool's result in the record of its call; the policy reads all of it."""
+"""Most characters of a tool's result in the record of its call; the policy reads the whole result."""
 _MAX_CHARS_A_TOKEN = 32
-"""Average over a prompt. A longer prompt can't fit, and is refused before it is rendered."""
+"""Most characters per token, on average over a prompt. A longer prompt can't fit, and is refused before it is
+rendered."""
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
-"""Size of a body without its messages' texts: tools, and an API's fields around each message."""
+"""Bytes of a body besides its messages' texts: tools, and an API's fields around each message."""
 _MAX_TOOL_SETS = 32
-"""Each is made by the one thread that all sessions of a worker share."""
+"""Most sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
 _SMALL = 16 << 10
-"""Bytes or characters that are read on the event loop: it takes milliseconds."""
+"""Bytes or characters up to which input is read on the event loop, in milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
 """Reads bodies and renders prompts. Each session has at most one of these threads at a time."""
 _T = TypeVar("_T")
@@ -63,13 +64,13 @@ class SessionLimits:
     """Limits of a session's use of the policy."""
 
     max_tokens: int
-    """In all its conversations together, read and sampled, each counted once: what one trajectory may hold."""
+    """Tokens over all of its conversations, read and sampled, each counted once: the limit of one trajectory."""
     max_turns: int
     """Maximum turns of the policy; each of several choices is one."""
 
     @property
     def max_chars(self) -> int:
-        """Characters of a prompt's messages."""
+        """Most characters of a prompt's messages."""
         return _MAX_CHARS_A_TOKEN * self.max_tokens
 
     @property
@@ -78,29 +79,29 @@ class SessionLimits:
 
     @property
     def max_body_values(self) -> int:
-        """JSON values in a body, in texts too: reading them keeps the interpreter's lock. Few tokens hold two."""
+        """Most JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
         return _BODY_VALUES + 3 * self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A prompt, and where it goes on."""
+    """A prompt, and the place that it continues from."""
 
     format: Format
     after: int
-    """Index of the token that the rest was read after."""
+    """Index of the recorded token that the new part follows."""
     read_ids: list[int]
-    """The rest."""
+    """Ids of the new part."""
     prompt_ids: list[int]
-    """All of it."""
+    """Ids of the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """A turn that was recorded."""
+    """A recorded turn."""
 
     number: int
-    """In `Recorder.turns`."""
+    """Its index in `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""
@@ -113,10 +114,11 @@ class Session:
     formats: Formats
     engine: RolloutEngine
     sampling: SamplingParams
-    """Sampling of every turn. An agent sets the number of tokens, choices and stop texts; the run the distribution."""
+    """Sampling of every turn. The agent sets numbers of tokens and choices, and stop texts; the run sets the
+    distribution."""
     limits: SessionLimits
     follows_requests: bool = False
-    """Requests set the distribution too: nobody trains on what is sampled."""
+    """True if requests also set the distribution, as the session is not trained on."""
     request_id: RequestId
     """Id of the trajectory; turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -124,29 +126,30 @@ class Session:
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
-    """Limit that refused the last call or cut its answer. Empty again when the agent goes on with a call that fits."""
+    """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
     only_model: str = ""
-    """Record only calls that name this model; the policy answers others, and they take no turns. Empty: all."""
+    """If set, record only calls that name this model; other calls are answered without taking turns. Empty: record
+    all."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Fails when the engine does."""
+    """Fails if the engine does."""
     _conversations: Conversations = field(default_factory=Conversations)
     _replies: dict[str, tuple[Said, ...]] = field(default_factory=dict)
-    """By id: the conversation up to a reply, for calls that name it (Responses)."""
+    """Conversation up to each reply, by the reply's id, for calls that continue from it (Responses)."""
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
     _sides: list[Session] = field(default_factory=list)
-    """Sessions of single calls that are not recorded, as long as they are answered."""
+    """Sessions of single unrecorded calls, while they are answered."""
     _num_sides: int = 0
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
         """Return the body of a request as a call.
 
         Args:
-            read: does it; runs beside the event loop where the body is large.
+            read: parses the body; runs in a thread if the body is large.
         Raises:
-            RefusedError: it is no call of that API.
+            RefusedError: the body is not a call of that API.
         """
         if len(body) > self.limits.max_body_bytes:
             raise RefusedError("too_large", f"a body has at most {self.limits.max_body_bytes:,} bytes in this session")
@@ -155,10 +158,10 @@ class Session:
         return await self._beside(len(body), lambda: read(body))
 
     async def ask(self, ask: Ask) -> Reply:
-        """The policy's answer.
+        """Return the policy's reply.
 
         Raises:
-            RefusedError: there is none.
+            RefusedError: the call is refused, or the engine failed.
         """
         if self._is_side(ask):
             return await self._asked_aside(ask)
@@ -176,7 +179,7 @@ class Session:
         return self.only_model not in ("", ask.model)
 
     async def _asked_aside(self, ask: Ask) -> Reply:
-        """The answer to a call that is not recorded: a session of its own that ends with it."""
+        """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
         self._check_open()
         self._num_sides += ask.num_choices
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
@@ -224,19 +227,19 @@ class Session:
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
-        """The trajectory can't go on; whoever plays it looks at `trouble`."""
+        """Set `trouble`, which the player watches: the trajectory can't continue."""
         if not self.trouble.done():
             self.trouble.set_exception(error)
 
     def end(self) -> None:
-        """Serve no more calls, and give up those that wait for the engine. Idempotent."""
+        """Serve no more calls, and cancel those that wait for the engine. Idempotent."""
         self.is_over = True
         for task in self._running:
             task.cancel()
         for side in self._sides:
             side.end()
         if self.trouble.done() and not self.trouble.cancelled():
-            self.trouble.exception()  # Somebody has looked at it.
+            self.trouble.exception()  # mark the error as retrieved
 
     def trajectory(
         self, *, failure: str = "", answer: str | None = None, ran_out: bool = False, output: str = ""
@@ -244,10 +247,10 @@ class Session:
         """Return the session's record.
 
         Args:
-            failure: why the agent's program failed; empty if it ended well, or a limit ended it.
-            answer: what the agent named as its answer; None: what the policy said last.
-            ran_out: the agent's time was up.
-            output: what its program wrote.
+            failure: why the agent's program failed; empty if it ended normally, or by a limit.
+            answer: answer that the agent handed in; None: the text of the last turn.
+            ran_out: True if the agent's time was up.
+            output: output of its program.
         """
         status = RolloutStatus.ERROR_TASK if failure else RolloutStatus.COMPLETED
         if self.limit == "tokens":
@@ -265,7 +268,7 @@ class Session:
                 "each call stands for itself here" if self.follows_requests else "this session has given no such reply"
             )
             raise RefusedError("invalid", f"previous_response_id {ask.previous!r:.60}: {why}. Send the whole input")
-        # The instructions of a call are its own: those of the one before don't go on.
+        # Instructions belong to one call: those of the previous call are not continued.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
         return in_order((*own, *kept, *ask.messages[len(own) :]))
@@ -286,7 +289,7 @@ class Session:
             )
 
     def _take_turns(self, number: int) -> range:
-        """Numbers of the next turns."""
+        """Return the numbers of the next turns."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
             raise RefusedError("busy", f"a session waits for at most {MOST_TURNS_AT_ONCE} turns at once")
         if self._num_asked + number > self.limits.max_turns:
@@ -313,7 +316,7 @@ class Session:
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Do what takes long for a large input in a thread, one for the session."""
+        """Run work that is slow for large input in a thread, one at a time per session."""
         if size <= _SMALL:
             return work()
         async with self._thread:
@@ -339,7 +342,7 @@ class Session:
         return chat_format
 
     def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
-        """Put what the agent's tools said into the record of the turn that called them."""
+        """Add the results of the agent's tools to the record of the turn that called them."""
         if found.turn is None:
             return
         turn = self.tree.turns[found.turn]
@@ -392,7 +395,7 @@ class Session:
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            # The caller's, who has gone, or that of `end`.
+            # the cancellation came from the caller, who has gone, or from `end`
             self._check_open()
             raise
         except RayappError as error:
@@ -407,13 +410,13 @@ class Session:
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> _Turn:
         if sampling.seed is not None:
-            # The same prompt asked again is to be answered anew.
+            # The same prompt sent again must get a new answer.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
         sampled = await self.engine.generate(self.request_id._replace(turn=number), wanted.prompt_ids, sampling)
         self._check_open()
-        # Others may have used up what was left. A sample that is cut is one of fewer tokens.
+        # Concurrent turns may have used the rest of the limit. A shortened sample is a valid sample of fewer tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
         prompt_end, end = self.tree.add_turn(
@@ -436,8 +439,8 @@ class Session:
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
-        """The calls of a turn and what is said beside them. Where one can't be read the whole turn is text: the agent
-        could not answer that one."""
+        """Return the calls of a turn and the text outside them. If one call can't be read, the whole turn is text: the
+        agent could not answer that call."""
         if ask.form is not None and ask.form.is_calls:
             return _formed_calls(said)
         if not ask.tools or not ask.reads_calls or ask.form is not None:
@@ -477,7 +480,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """The calls of an answer that had to be a list of them; the text where it was cut."""
+    """Return the calls of an answer that had to be a list of calls; its text if it was cut."""
     try:
         made: list[dict[str, Any]] = json.loads(said)
         return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""
@@ -486,7 +489,7 @@ def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """The text up to the first stop text in it, and which that was."""
+    """Return the text up to the first stop text in it, and that stop text."""
     places = [(text.find(each), each) for each in stop if each in text]
     if not places:
         return text, ""

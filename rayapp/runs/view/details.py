@@ -209,7 +209,7 @@ def _parse(data: bytes) -> Any:
     try:
         return Fast.from_str(data.decode())
     except Exception as error:  # boundary: the library raises bare Exception
-        raise ValueError(f"it is no tokenizer.json: {error}") from None
+        raise ValueError(f"it is not a tokenizer.json: {error}") from None
 
 
 MAX_TEXT_CHARS = 60_000

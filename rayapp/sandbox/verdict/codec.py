@@ -191,7 +191,7 @@ def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
 
 
 def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 _read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).decode

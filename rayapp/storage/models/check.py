@@ -35,6 +35,7 @@ def check_model(config: Config) -> None:
     """
     path = Path(config.model.path)
     if path.is_dir():
+        _refuse_shards(path)
         architecture = _read_config(path, config.model.trust_remote_code)
         _check_weights(path)
         _check_tokenizer(path)
@@ -45,6 +46,18 @@ def check_model(config: Config) -> None:
         architecture = _hub_config(config.model.path)
     _check_family(architecture, config)
     _check_fits(architecture, config)
+
+
+def _refuse_shards(folder: Path) -> None:
+    """Raise InputError for a checkpoint of verl, which its own merger turns into a model folder."""
+    for place in (folder, folder / "actor"):
+        if shards := sorted(place.glob("model_world_size_*_rank_*.pt")):
+            merged = f"{folder}-merged"
+            raise InputError(
+                f"model.path {str(folder)!r} holds {len(shards)} FSDP shards of verl, not a model. Merge them once "
+                f"where verl is installed: `python -m verl.model_merger merge --backend fsdp --local_dir {place} "
+                f"--target_dir {merged}`, then set model.path={merged}."
+            )
 
 
 def check_architecture(config: Config) -> None:
@@ -74,7 +87,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     try:
         architecture = json.loads(file.read_text())
     except FileNotFoundError:
-        raise InputError(f"model.path {str(folder)!r} has no config.json: it is no Hugging Face model folder") from None
+        raise InputError(
+            f"model.path {str(folder)!r} has no config.json: it is not a Hugging Face model folder"
+        ) from None
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):

@@ -94,8 +94,8 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     found = _SOURCE.fullmatch(source)
     if found is None:
         raise InputError(
-            f"{source!r} is no benchmark: write {PREFIX}NAME, {PREFIX}NAME:completion or {PREFIX}NAME=FILE with one of "
-            f"{', '.join(BENCHMARKS)}"
+            f"{source!r} is not a benchmark: write {PREFIX}NAME, {PREFIX}NAME:completion or {PREFIX}NAME=FILE with one "
+            f"of {', '.join(BENCHMARKS)}"
         )
     name, mode, file = found[1], found[2] or "auto", found[3] or default_source(found[1])
     hub_id, _, mapper = DATASETS[name]

@@ -191,7 +191,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 def _remainder(left: Any, right: Any) -> Any:
     if isinstance(left, str | bytes):
-        raise TypeError("a text is no number")
+        raise TypeError("a text is not a number")
     return left % right
 
 
@@ -344,7 +344,7 @@ def _function_of(tests: Sequence[ast.Module]) -> str:
     inside = [node for test in asserted for node in ast.walk(test)]
     called = [node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     if not called:
-        raise InputError("its tests assert nothing of a function")
+        raise InputError("its tests assert nothing about a function")
     return next((name for name in called if name not in _OF_PYTHON), called[0])
 
 
@@ -357,7 +357,7 @@ def _some(tests: CodeTests) -> CodeTests:
 def _parse(source: str, name: str) -> ast.Module:
     tree = parse(source)
     if tree is None:
-        raise InputError(f"its {name} is no Python: {source!r:.80}")
+        raise InputError(f"its {name} is not Python: {source!r:.80}")
     return tree
 
 

@@ -69,7 +69,7 @@ def as_parquet(path: Path, cache: Path) -> Path:
     """Return a parquet file in `cache` with the rows of a .jsonl or .json file, made once; other files unchanged.
 
     Raises:
-        InputError: the file is no JSON, or its rows are no mappings with the same types.
+        InputError: the file is not JSON, or its rows are no mappings with the same types.
     """
     if path.suffix not in (".jsonl", ".json"):
         return path
@@ -101,7 +101,7 @@ def _json_rows(content: bytes, path: Path) -> list[dict[str, Any]]:
         else:
             rows = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from None
+        raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path}: a list of rows was expected, each a mapping with {', '.join(COLUMNS)}")
     return rows
@@ -241,7 +241,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: there is no such file") from error
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} is no parquet file, or is damaged: {why}. Write or copy it again.") from error
+        raise InputError(f"{path} is not a parquet file, or is damaged: {why}. Write or copy it again.") from error
 
 
 def _cached(location: Location, cache: Path) -> Path:

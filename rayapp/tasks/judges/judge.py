@@ -192,7 +192,7 @@ class Judge:
         try:
             return storable(probs[place or 0])
         except ValueError:
-            raise self._failed(f"a score of {probs[place or 0]}, which is no finite number") from None
+            raise self._failed(f"a score of {probs[place or 0]}, which is not a finite number") from None
 
     def _bill(self, found: Mapping[str, Any]) -> Bill:
         usage = found.get("usage")

@@ -58,7 +58,7 @@ def _of_base(image: str) -> str:
     if (found := _PYTHON.fullmatch(image)) is not None:
         have = f"{sys.version_info.major}.{sys.version_info.minor}"
         return "" if found[1] == have else f"this node has Python {have}"
-    return "" if _BARE.fullmatch(image) else "it is no plain Python, Debian or Ubuntu"
+    return "" if _BARE.fullmatch(image) else "it is not plain Python, Debian or Ubuntu"
 
 
 def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
@@ -207,7 +207,7 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
     try:
         return _Toml.model_validate(tomllib.loads(_text(file, where)))
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where}: its task.toml is no TOML: {error}") from error
+        raise InputError(f"{where}: its task.toml is not TOML: {error}") from error
     except ValidationError as error:
         raise InputError(f"{where}: its task.toml: {explain(error, _Toml)}") from error
 

@@ -61,7 +61,7 @@ def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
     """
     tree = parse(source)
     if tree is None:
-        raise InputError(f"{file} is no Python")
+        raise InputError(f"{file} is not Python")
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     own = {node for node in tree.body if isinstance(node, ast.Import) and [a.name for a in node.names] == ["pytest"]}
     above = [node for node in tree.body if node not in tests and node not in own]

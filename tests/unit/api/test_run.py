@@ -46,5 +46,5 @@ def test_a_plot_is_a_picture_of_what_the_run_has(run: rayapp.Run) -> None:
 def test_a_run_without_checkpoints_or_model_says_so(run: rayapp.Run, tmp_path: Path) -> None:
     assert run.checkpoints == []
     assert run.model is None
-    with pytest.raises(InputError, match="is no run folder"):
+    with pytest.raises(InputError, match="is not a run folder"):
         rayapp.open_run(tmp_path / "nowhere")

@@ -23,5 +23,5 @@ def test_a_text_may_hold_what_python_calls_the_end_of_a_line() -> None:
 
 
 def test_a_line_that_is_no_json_is_named() -> None:
-    with pytest.raises(InputError, match=r"^rows.jsonl, line 2 is no JSON: "):
+    with pytest.raises(InputError, match=r"^rows.jsonl, line 2 is not JSON: "):
         list(json_lines(["1", "{"], "rows.jsonl"))

@@ -264,7 +264,7 @@ def test_experts_of_another_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {}, "is no mixture of experts"),
+        ("llama", {}, "is not a mixture of experts"),
         ("phimoe", {}, r"chooses its experts by other means than the best k of their scores \(layers \[0, 1\]\)"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "gives experts outside of the best groups no weight"),
     ],

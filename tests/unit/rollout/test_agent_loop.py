@@ -235,11 +235,15 @@ async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
         ('<tool_call>["echo"]</tool_call>', "malformed", "JSON object"),
         ('<tool_call>{"name": "echo", "arguments": {"text": "\\ud800"}}</tool_call>', "malformed", "surrogate"),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "unknown_tool", "ud800"),
-        ('<tool_call>{"name": "echo", "arguments": {"text": NaN}}</tool_call>', "malformed", "NaN is no JSON number"),
+        (
+            '<tool_call>{"name": "echo", "arguments": {"text": NaN}}</tool_call>',
+            "malformed",
+            "NaN is not a JSON number",
+        ),
         (
             '<tool_call>{"name": "echo", "arguments": {"text": -1e999}}</tool_call>',
             "malformed",
-            "Infinity is no JSON number",
+            "Infinity is not a JSON number",
         ),
         (call("echo", text=10**4000), "malformed", "an integer of 4001 digits"),
         (call("echo", text=list(range(20_000))), "bad_arguments", "more than 5000 values"),

@@ -146,7 +146,7 @@ def test_a_file_that_is_missing_or_no_json_is_named(read: Read, tmp_path: Path) 
         read(files=[str(tmp_path / "absent.jsonl")])
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "a", "completion": "b"}\n{"prompt"\n')
-    with pytest.raises(InputError, match=r"broken.jsonl, line 2 is no JSON"):
+    with pytest.raises(InputError, match=r"broken.jsonl, line 2 is not JSON"):
         read(files=[str(broken)])
 
 

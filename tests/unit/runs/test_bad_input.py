@@ -128,7 +128,7 @@ def test_places_that_are_none_are_told_with_the_other_wrong_keys(tmp_path: Path)
 def test_a_model_with_an_impossible_bucket_name(tmp_path: Path) -> None:
     from rayapp.storage.models.fetch import with_local_model
 
-    with pytest.raises(StorageConfigError, match="is no bucket name"):
+    with pytest.raises(StorageConfigError, match="is not a bucket name"):
         with_local_model(Config.model_validate({"model": {"path": "s3://A/b"}}))
 
 
@@ -210,7 +210,7 @@ def test_sync_of_what_is_no_staging_folder_ends_with_the_users_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["sync", str(tmp_path)]) == 2
-    assert "is no staging folder of a run on s3://" in capsys.readouterr().err
+    assert "is not a staging folder of a run on s3://" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_the_learners_wrote_elsewhere_does_not_count(tmp_path: Path) -> None:

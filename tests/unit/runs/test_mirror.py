@@ -355,7 +355,7 @@ def environment(settings: S3Settings) -> dict[str, str]:
 
 
 def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="is no staging folder of a run on s3://"):
+    with pytest.raises(RunFolderError, match="is not a staging folder of a run on s3://"):
         sync_command(tmp_path)
 
 

@@ -210,7 +210,7 @@ def test_files_of_older_versions_have_their_sampled_tokens_counted(run: Path) ->
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder"):
+    with pytest.raises(InputError, match="is not a run folder"):
         open_source(str(tmp_path))
 
 

@@ -66,7 +66,7 @@ async def test_a_run_in_a_bucket_is_read_like_one_in_a_folder(uri: str) -> None:
 
 
 def test_a_bucket_without_the_run_says_so(environment: None) -> None:
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         open_source("s3://runs-nowhere/run")
 
 

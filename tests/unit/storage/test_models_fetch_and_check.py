@@ -139,7 +139,7 @@ def test_a_folder_that_is_not_there_says_how_to_make_the_default(tmp_path: Path)
 @pytest.mark.parametrize(
     ("removed", "message"),
     [
-        ("config.json", "has no config.json: it is no Hugging Face model folder"),
+        ("config.json", "has no config.json: it is not a Hugging Face model folder"),
         ("model.safetensors", r"has no \*\.safetensors file"),
         ("tokenizer.json", "has no tokenizer"),
     ],

@@ -156,10 +156,10 @@ def test_a_benchmark_is_evaluated_under_one_name_and_crosses_processes(tmp_path:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("benchmark:gsm8k", "is no benchmark: write benchmark:NAME"),
+        ("benchmark:gsm8k", "is not a benchmark: write benchmark:NAME"),
         ("benchmark:mbpp", "there is no file google-research-datasets/mbpp: name its file"),
         ("benchmark:mbpp={bad}", r"bad\.jsonl, line 2: column 'test_list' must be a list of asserts"),
-        ("benchmark:mbpp={torn}", "is no JSON"),
+        ("benchmark:mbpp={torn}", "is not JSON"),
     ],
 )
 def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("benchmark", "why"),
-    [("gsm8k", "is no benchmark"), ("humaneval", "its prompt has"), ("mbpp=/none", "there is no file /none")],
+    [("gsm8k", "is not a benchmark"), ("humaneval", "its prompt has"), ("mbpp=/none", "there is no file /none")],
 )
 def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
     benchmark: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

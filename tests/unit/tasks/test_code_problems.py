@@ -125,8 +125,8 @@ def test_private_cases_that_are_torn_are_named() -> None:
         ('{"inputs": ["1"], "outputs": ["2"], "fn_name": "class"}', "fn_name must be the name of a function"),
         ('{"public_test_cases": "5"}', "can't be read as a problem: TypeError"),
         ('{"test_list": [1]}', "can't be read as a problem: TypeError"),
-        ('{"test_list": ["1 +"]}', "its test is no Python"),
-        ('{"test_list": ["assert True"]}', "assert nothing of a function"),
+        ('{"test_list": ["1 +"]}', "its test is not Python"),
+        ('{"test_list": ["assert True"]}', "assert nothing about a function"),
         (
             '{"entry_point": "f", "prompt": "def g():\\n", "test": "def check(c): pass"}',
             "does not end in the function f",

@@ -161,7 +161,7 @@ def test_rows_of_a_json_file_are_those_of_the_same_parquet_file(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1}\n{"a": ', r"rows\.jsonl, line 2 is no JSON"),
+        ('{"a": 1}\n{"a": ', r"rows\.jsonl, line 2 is not JSON"),
         ("[1]", r"rows\.jsonl: a list of rows was expected, each a mapping with prompt, data_source, reward_model"),
         ('{"a": 1}\n{"a": "x"}', r"rows\.jsonl: a column needs values of one type in all rows"),
         ('{"prompt": "2 + 2?", "answer": 4}', r"no column data_source, reward_model; .*`rayapp data rows`"),
@@ -367,7 +367,7 @@ def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
 
-    with pytest.raises(InputError, match=r"a\.parquet is no parquet file, or is damaged"):
+    with pytest.raises(InputError, match=r"a\.parquet is not a parquet file, or is damaged"):
         open_now([str(tmp_path / "a.parquet")], tmp_path)
 
 

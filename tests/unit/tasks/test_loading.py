@@ -155,10 +155,10 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"signature": ""}, r"signature is missing: write it as `def add\(…\):`"),
         ({"signature": "def add(*a):"}, r"one for each parameter"),
         ({"signature": "def add():"}, r"has no parameter"),
-        ({"signature": "def add(a, b"}, r"is no `def` line of Python"),
+        ({"signature": "def add(a, b"}, r"is not a `def` line of Python"),
         ({"tests": []}, r"tests = \[\]: "),
-        ({"tests": ["1 +"]}, r"tests\[0\]: '1 \+' is no Python expression"),
-        ({"reference": "a b"}, r"reference: 'a b' is no Python expression"),
+        ({"tests": ["1 +"]}, r"tests\[0\]: '1 \+' is not a Python expression"),
+        ({"reference": "a b"}, r"reference: 'a b' is not a Python expression"),
         ({"banned_patterns": ["a b"]}, r"banned_patterns\[0\]: 'a b' names nothing"),
         ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0 and at most 600"),
         ({"promt": "x"}, r"unknown key promt; did you mean prompt\?"),
@@ -199,7 +199,7 @@ def test_reference_and_tests_are_tried_when_the_task_is_loaded(
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
-        ("a: [", "x.yaml", "is no YAML"),
+        ("a: [", "x.yaml", "is not YAML"),
         ("- a", "x.yaml", "a mapping with prompt"),
         ("raise ValueError('no')", "x.py", "can't run: ValueError: no"),
         ("TASK = 5", "x.py", "has to bind TASK"),

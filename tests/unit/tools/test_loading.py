@@ -180,7 +180,7 @@ def test_schema_that_is_no_json_schema_is_refused() -> None:
     class Bad(ToolBase):
         schema = ToolSchema(name="bad", parameters={"type": "objekt"})
 
-    with pytest.raises(ConfigError, match="'bad': its parameters are no JSON schema"):
+    with pytest.raises(ConfigError, match="'bad': its parameters are not a JSON schema"):
         ToolSet([Bad()])
 
 
@@ -215,7 +215,7 @@ def test_a_schema_that_can_not_be_checked_in_time_is_refused_at_the_start(schema
         schema = ToolSchema(name="bad", parameters={"type": "object"})
 
     Bad.schema = ToolSchema(name="bad", parameters={"type": "object", "properties": {"a": schema}})
-    with pytest.raises(ConfigError, match=r"'bad': its parameters are no JSON schema: .*(regex|pattern)"):
+    with pytest.raises(ConfigError, match=r"'bad': its parameters are not a JSON schema: .*(regex|pattern)"):
         ToolSet([Bad()])
 
 

@@ -1,0 +1,208 @@
+"""TRL's GRPOConfig and trainer arguments as a run here: every field lands, and the page's script runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import rayapp
+from rayapp.api.arguments import GivenRun
+from rayapp.api.trl import DEFAULTS, FIELDS, trl_config
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.names import giving
+from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.loading import load_tasks
+
+ROOT = Path(__file__).parents[3]
+RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trl_fields.json").read_text())
+"""Fields of TRL 1.16's own GRPOConfig with their defaults."""
+ROWS = [{"prompt": f"{number} + 1?", "answer": number + 1} for number in range(16)]
+
+
+def right(completions: list[str], answer: list[int], **_: Any) -> list[float]:
+    return [float(text.endswith(str(each))) for text, each in zip(completions, answer, strict=True)]
+
+
+async def short(completions: list[str], **_: Any) -> list[float | None]:
+    return [1.0 if len(text) < 9 else None for text in completions]
+
+
+def translated(folder: Path, args: dict[str, Any], **more: Any) -> GivenRun:
+    parts = {"model": "m", "train_dataset": ROWS, "reward_funcs": [right, short]} | more
+    return trl_config({"output_dir": str(folder), **args}, **parts)
+
+
+def test_every_field_of_trls_class_has_a_place_or_a_reason(tmp_path: Path) -> None:
+    run = translated(tmp_path, RECORDED["fields"] | {"output_dir": str(tmp_path)})
+
+    assert FIELDS.keys() == RECORDED["fields"].keys()
+    assert [row.key for row in run.rows if not row.where and not row.landing.note] == []
+    assert str(run).count("\n") + 1 == len(RECORDED["fields"])
+
+
+def test_defaults_of_omitted_fields_are_trls() -> None:
+    assert {name: RECORDED["fields"][name] for name in DEFAULTS} == DEFAULTS
+
+
+def test_the_arithmetic_of_batches_is_trls(tmp_path: Path) -> None:
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
+    steps = {"max_steps": 40, "save_steps": 8, "warmup_steps": 0.1}
+
+    found = translated(tmp_path, sizes | steps | {"num_generations": 4}, num_gpus=2).config
+
+    # 4 x 2 processes x 8 = 64 completions are sampled, 16 prompts; 16 completions are an optimizer step.
+    assert (found.train.groups_per_step, found.train.num_minibatches) == (16, 4)
+    assert (found.train.num_steps, found.checkpoint.every_steps) == (10, 2)
+    assert found.learner.optimizer.warmup_steps == 4
+    assert (found.learner.num_learners, found.server.num_servers, found.cluster.placement) == (2, 2, "colocated")
+
+
+def test_the_algorithm_means_the_same(tmp_path: Path) -> None:
+    plain = translated(tmp_path, {"use_vllm": True, "beta": 0.01, "delta": 4.0}).config.algorithm
+    assert (plain.loss_agg_mode, plain.clip_ratio_c, plain.kl_loss_type) == ("token-mean", 4.0, "k3+")
+    correction = plain.rollout_correction
+    assert (correction.level, correction.threshold, correction.min_weight) == ("sequence", 3.0, 1e-6)
+    cispo = translated(tmp_path, {"loss_type": "cispo", "epsilon_high": 5.0}).config.algorithm
+    assert (cispo.policy_loss, cispo.clip_ratio_low, cispo.clip_ratio_high) == ("cispo", 1.0, 4.0)
+    gspo = translated(tmp_path, {"loss_type": "grpo", "importance_sampling_level": "sequence"}).config.algorithm
+    assert (gspo.policy_loss, gspo.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+    several = translated(tmp_path, {"multi_objective_aggregation": "normalize_then_sum"}).config.algorithm
+    assert (several.adv_estimator, several.gdpo_reward_terms) == ("gdpo", ("right", "short"))
+
+
+def test_a_vllm_server_is_one_of_the_runs_own(tmp_path: Path) -> None:
+    args = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
+    found = translated(tmp_path, args, num_gpus=4).config
+    assert (found.cluster.placement, found.cluster.num_gpus, found.learner.num_learners) == ("split", 6, 4)
+    assert (found.server.num_servers, found.server.tensor_parallel_size) == (1, 2)
+
+
+async def test_rewards_are_called_as_trl_does_and_weighed(tmp_path: Path) -> None:
+    run = translated(tmp_path, {"reward_weights": [1.0, 0.5], "max_steps": 2})
+    row = pq.read_table(run.config.tasks[0]).to_pylist()[3]
+    with giving(run.objects):
+        custom = CustomReward(path=run.config.reward.custom, timeout_s=30.0)
+
+    async def scored(text: str) -> dict[str, float]:
+        return await custom(data_source="trl", solution_str=text, ground_truth="", extra_info=row["extra_info"])
+
+    with giving(run.objects):
+        assert await scored("4") == {"right": 1.0, "short": 1.0, "score": 1.5}
+        assert await scored("well, it is 4") == {"right": 1.0, "score": 1.0}, "None adds nothing, as in TRL"
+        assert (await scored("5"))["score"] == 0.5
+
+
+class Game:
+    """An environment in TRL's form."""
+
+    def reset(self, **columns: Any) -> str:
+        return "begin"
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: any.
+        """
+        return "no"
+
+
+def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
+    run = translated(tmp_path, {"max_steps": 1}, environment_factory=Game)
+
+    tasks: Any = load_tasks(run.config.tasks)
+
+    assert run.objects[tasks[0].environment.factory] is Game
+    assert len(tasks) == len(ROWS)
+    assert tasks[0].columns == ROWS[0]
+    assert tasks[0].environment.reward in run.objects
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"learning_rat": 1}, "learning_rat is no field.*did you mean learning_rate"),
+        ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
+        ({"top_p": 0.9}, "bias the importance ratio"),
+        ({"num_iterations": 2}, "trained on once"),
+        ({"lr_scheduler_type": "polynomial"}, "known here are: linear"),
+        ({"per_device_train_batch_size": 3}, "can't be split into groups"),
+        ({"eval_strategy": "epoch"}, "give a number of steps"),
+        ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),
+        ({"optim": "adafactor"}, "AdamW"),
+        ({"fp16": True}, "bf16=True"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "its own folder"),
+        ({"max_completion_length": None}, "max_completion_length = None can't be imported"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_its_reason(tmp_path: Path, args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        translated(tmp_path, args)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    def reads_ids(completion_ids: Any, **_: Any) -> list[float]:
+        return [0.0]
+
+    adapters = {"r": 8, "lora_dropout": 0.1, "target_modules": None}
+    with pytest.raises(ConfigError) as caught:
+        translated(tmp_path, {"top_p": 0.9, "fp16": True}, reward_funcs=["a/model", reads_ids], peft_config=adapters)
+    for said in ("top_p", "fp16", "docs/judges.md", "reads completion_ids", "lora_dropout", "target_modules"):
+        assert said in str(caught.value)
+
+
+def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    for rows, reason in (
+        (["x"], "no prompt"),
+        ([{"prompt": "a", "b": b"x"}] * 9, "a column is no text"),
+        ("f", "a str"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            translated(tmp_path, {}, train_dataset=rows)
+
+
+class _Trainer:
+    given: dict[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        type(self).given = given
+
+    def train(self) -> None:
+        pass
+
+
+def test_the_script_of_the_page_runs_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
+    before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    trl = ModuleType("trl")
+    fields = [(name, Any, field(default=value)) for name, value in RECORDED["fields"].items() if value != []]
+    trl.GRPOConfig = make_dataclass("GRPOConfig", fields)  # type: ignore[attr-defined]
+    trl.GRPOTrainer = _Trainer  # type: ignore[attr-defined]
+    datasets = ModuleType("datasets")
+    datasets.load_dataset = lambda kind, data_files, split: ROWS * 4  # type: ignore[attr-defined]
+    for name, module in (("trl", trl), ("datasets", datasets)):
+        monkeypatch.setitem(sys.modules, name, module)
+    trained: list[Any] = []
+    monkeypatch.setattr(rayapp, "train", trained.append, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    names: dict[str, Any] = {}
+    exec(before, names)
+    exec(after, names)
+
+    [run] = trained
+    config = run.config
+    assert _Trainer.given["args"].learning_rate == config.learner.optimizer.lr == 2e-5
+    assert (config.rollout.group_size, config.train.groups_per_step, config.train.num_minibatches) == (8, 8, 1)
+    assert (config.train.num_steps, config.eval.every_steps, config.checkpoint.every_steps) == (16, 25, 50)
+    assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
+    assert Path(config.tasks[0]).is_file()
+    assert Path(config.eval.tasks[0]).is_file()
