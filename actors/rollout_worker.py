@@ -30,7 +30,7 @@ from rayapp.rollout.order import (
     evaluation_seed,
     neighbours,
 )
-from rayapp.rollout.sources import RunGroups, open_groups
+from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers.table import local_provider, remote_providers
 from rayapp.tasks.verdict import shape_group
@@ -66,7 +66,7 @@ class RolloutWorker(Restartable):
         self._config = config
         self._index = index
         self._servers = servers
-        self._groups: RunGroups | None = None
+        self._sources: Sources | None = None
         self._in_hand = InHand()
         self._running: set[asyncio.Task[object]] = set()
         self._reporter = Reporter(config.run.name)
@@ -85,9 +85,9 @@ class RolloutWorker(Restartable):
 
     async def ready(self) -> dict[str, float]:
         """Return facts for the log when tasks or data, tools and sandboxes are ready."""
-        if self._groups is None:
-            self._groups = await open_groups(self._config, self._sandboxes)
-        return {"num_eval_prompts": float(sum(self._groups.num_eval_prompts))}
+        if self._sources is None:
+            self._sources = await open_sources(self._config, self._sandboxes)
+        return {"num_eval_prompts": float(sum(self._sources.num_eval_prompts))}
 
     async def ping(self) -> str:
         """Return the `incarnation` if no group is still running long after its deadline.
@@ -100,7 +100,7 @@ class RolloutWorker(Restartable):
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Run one training group; Ray stores the two results as two objects."""
-        config = self._ready_groups().config_of(request)
+        config = self._ready_sources().of(request)[0].config
         with about(step=request.policy_version + 1, group=request.group_id):
             limit = config.rollout.max_completion_tokens
             has_baseline = config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE
@@ -119,7 +119,7 @@ class RolloutWorker(Restartable):
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Sample one prompt for evaluation, with other seeds than training."""
-        config = self._ready_groups().config_of(request)
+        config = self._ready_sources().of(request)[0].config
         section, limit = config.eval, config.rollout.max_completion_tokens
         return await self._sample(
             request,
@@ -133,20 +133,23 @@ class RolloutWorker(Restartable):
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
         """Return the number of prompts of one evaluation, by source."""
-        return self._ready_groups().num_eval_prompts
+        return self._ready_sources().num_eval_prompts
 
     async def num_train_prompts(self) -> tuple[int, ...]:
         """Return the number of prompts of one epoch, by source."""
-        return self._ready_groups().num_train_prompts
+        return self._ready_sources().num_train_prompts
 
     async def _sample(
         self, request: GroupRequest, config: Config, *, num_samples: int, sampling: SamplingParams, seed: int
     ) -> tuple[Group, GroupSummary]:
-        groups = self._ready_groups()
+        source, placed = self._ready_sources().of(request)
         with self._in_hand.one(), self._ended_by_close():
             return await run_group(
                 request,
-                await groups.assignment(request, seed=seed),
+                await source.problem(placed, seed=seed),
+                source.agent,
+                sandboxes=self._sandboxes,
+                judging=source.judging,
                 engine=self._engine(request, num_samples),
                 sampling=sampling,
                 group_size=num_samples,
@@ -164,10 +167,10 @@ class RolloutWorker(Restartable):
         finally:
             self._running.discard(task)
 
-    def _ready_groups(self) -> RunGroups:
-        if self._groups is None:
+    def _ready_sources(self) -> Sources:
+        if self._sources is None:
             raise RayappError(f"{self!r} is asked for a group before it is ready")
-        return self._groups
+        return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:
         assert request.server is not None, "the driver's Router places every group"
@@ -182,14 +185,14 @@ class RolloutWorker(Restartable):
 
     async def close(self) -> None:
         """End running groups, release the tools' resources, and give every sandbox back."""
-        groups, self._groups = self._groups, None
+        sources, self._sources = self._sources, None
         try:
             # End the groups first: otherwise they would go on in sandboxes that are gone, and fail unawaited.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()
                 await asyncio.wait(running, timeout=CLOSE_WAIT_S)
-            if groups is not None:
-                await groups.close()
+            if sources is not None:
+                await sources.close()
         finally:
             await self._sandboxes.close()

@@ -68,7 +68,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
             for number, row in given:
                 verdicts = []
                 for text in answers or _extremes(row, trial):
-                    verdicts.append(await score_answer(_answer(row, text), rewards, pool, seed=trial.seed))
+                    verdicts.append(await score_answer(Answer.of(row, text), rewards, pool, seed=trial.seed))
                     print(json.dumps(record(number, text, verdicts[-1])), flush=True)
                 told = "" if answers else worthless_truth(number, row, trial, [each.value for each in verdicts])
                 if told:
@@ -155,15 +155,6 @@ def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[f
 
 def _prompt(row: DataRow) -> str:
     return "\n".join(str(message.get("content", "")) for message in row.messages)
-
-
-def _answer(row: DataRow, text: str) -> Answer:
-    return Answer(
-        completion_text=text,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-    )
 
 
 def record(number: int, text: str, verdict: Reward) -> dict[str, object]:

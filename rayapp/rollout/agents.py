@@ -1,24 +1,19 @@
-"""The loops a data row may ask for by its `agent_name`, as in verl: with tools over several turns, or one answer.
+"""Agents that this process plays problems with: the agent loop, and one turn without a chat template.
 
     tool_agent           the policy reads the tools, calls them, and speaks again
     single_turn_agent    the policy reads no tools and speaks once; what looks like a call is its answer
 
+`LoopAgent` plays both over a chat template; a row of data may name one by its `agent_name`, as in verl. `OneTurn` plays
+tasks whose agent is single_turn_agent: the task renders its own prompt, since base models have no template.
+
 Another name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
 parser and limits it may use, and gives an object with the same `run`.
-
-Made once per rollout worker. Rows say nothing else about how they are played.
-
-`TaskAgents` plays tasks with the tool agent; `TaskGroups` calls it. Tasks that bring the same tools share a loop, whose
-prompts list these tools. `prompted_tasks` checks the length of each prompt before anything is sampled.
-
-    task.agent_start() -> messages, files, tools -> AgentLoop -> Trajectory
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,14 +22,13 @@ from rayapp.config.agent import AGENTS
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import is_plugin, load_plugin
-from rayapp.core.protocols import AgentTask, RolloutEngine, SandboxSource, Task
-from rayapp.core.types import AgentStart, Prompt, RequestId, SamplingParams, Trajectory
+from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
+from rayapp.core.types import Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.group import Play
-from rayapp.rollout.recorder import AgentPrompt
+from rayapp.rollout.problem import Problem
+from rayapp.rollout.recorder import AgentPrompt, Recorder
 from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tasks.verdict import PLAIN, Weights
 from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet
 
@@ -52,13 +46,15 @@ class Player(Protocol):
 
 
 def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
-    """Return the player with this loop's tools: the loop itself, or a plug-in.
+    """Return the player with this loop's tools: the loop itself, the same for one turn, or a plug-in.
 
     Raises:
         ConfigError: the plug-in can't be made.
     """
     if agent_name == TOOL_AGENT:
         return tool_agent
+    if agent_name == SINGLE_TURN_AGENT:
+        return without_tools(tool_agent)
     try:
         player: Player = load_plugin("agents", agent_name)(tool_agent)
     except ConfigError:
@@ -80,53 +76,14 @@ class NoCalls:
         return text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLoops:
-    """See the module; make one with `agent_loops`."""
-
-    tool_agent: AgentLoop
-    single_turn_agent: AgentLoop
-    default: str = TOOL_AGENT
-    """For rows that name none."""
-    _players: dict[str, Player] = field(default_factory=dict, compare=False)
-    """Plug-ins by name, made when a row first asks for one."""
-
-    def of(self, agent_name: str) -> AgentLoop:
-        """The loop of a row: its chat format, and its tools. A plug-in has those of the tool agent.
-
-        Raises:
-            InputError: there is none of that name.
-        """
-        check_agent_name(agent_name)
-        return self.single_turn_agent if (agent_name or self.default) == SINGLE_TURN_AGENT else self.tool_agent
-
-    def player(self, agent_name: str) -> Player:
-        """Return the player of a row. Raises as `of`, or ConfigError as `player_of`."""
-        loop, name = self.of(agent_name), agent_name or self.default
-        if name in AGENTS:
-            return loop
-        if name not in self._players:
-            self._players[name] = player_of(name, loop)
-        return self._players[name]
-
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return a row's prompt as token ids: only the tool agent's prompts list tools."""
-        return self.of(agent_name).chat.prompt_ids(messages)
-
-    async def close(self) -> None:
-        """End what the tools hold."""
-        await self.tool_agent.tools.close()
-
-
-def agent_loops(tool_agent: AgentLoop, default: str = TOOL_AGENT) -> AgentLoops:
-    """Both loops: the one given, and the same without tools and turns."""
-    single = AgentLoop(
+def without_tools(tool_agent: AgentLoop) -> AgentLoop:
+    """Return the same loop for one turn without tools."""
+    return AgentLoop(
         chat=tool_agent.chat.without_tools(),
         parser=NoCalls(),
         tools=ToolSet(),
         limits=replace(tool_agent.limits, max_assistant_turns=1),
     )
-    return AgentLoops(tool_agent=tool_agent, single_turn_agent=single, default=default)
 
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
@@ -137,11 +94,6 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
             f"{at}agent_name {agent_name!r} is no agent loop here; there are {' and '.join(AGENTS)}. Tools of your own "
             "go into agent.tool_file (docs/tools.md)."
         )
-
-
-def prompted_tasks(config: Config, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-    """The tasks, each with its prompt. Raises InputError as `render_prompts`."""
-    return list(zip(tasks, render_prompts(config, tasks), strict=True))
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
@@ -167,72 +119,90 @@ def check_length(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
-"""From the tools that a task brings to a loop with them."""
+"""From the tools that a problem brings to a loop with them."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class TaskAgents:
-    """See the module."""
+class LoopAgent:
+    """Plays with agent loops: problems that bring the same tools share one, whose prompts list these tools."""
 
     make_loop: OpenLoop
     """Called once for each set of tools."""
-    max_prompt_tokens: int
-    """Longer prompts are refused."""
-    weights: Weights = PLAIN
-    agent: str = TOOL_AGENT
-    """Return the player with a loop: the loop itself, or a plug-in."""
+    default: str = TOOL_AGENT
+    """Agent of problems that name none."""
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
-    _players: dict[tuple[str, ...], Player] = field(default_factory=dict, init=False)
+    _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
+    """By name and tools, made when first asked for: single turns, and plug-ins."""
 
     @classmethod
-    def of(cls, config: Config, sandboxes: SandboxSource) -> TaskAgents:
+    def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
         """With the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
 
-        return cls(
-            make_loop,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            weights=Weights.of(config.reward),
-            agent=config.agent_name,
-        )
+        return cls(make_loop, default=config.agent_name)
 
-    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """The tasks, each with the agent's prompt.
+    async def open(self, tools: tuple[str, ...] = ()) -> LoopAgent:
+        """Make the loop with these tools, unless there is one; return this agent.
 
         Raises:
-            UserError: a task can't be played by an agent, its prompt is too long, or a tool can't be used.
+            UserError: a tool, the chat template or the parser can't be used.
         """
-        prompts = [await self._prompt(task) for task in tasks]
-        check_length(prompts, self.max_prompt_tokens)
-        return list(zip(tasks, prompts, strict=True))
+        if tools not in self._loops:
+            self._loops[tools] = await self.make_loop(tools)
+        return self
 
-    async def _prompt(self, task: Task) -> Prompt:
-        start = agent_start(task)
-        if start.tools not in self._loops:
-            loop = self._loops[start.tools] = await self.make_loop(start.tools)
-            self._players[start.tools] = player_of(self.agent, loop)
-        chat = self._loops[start.tools].chat
-        return Prompt(
-            task=task.name,
-            text=chat.render(start.messages),
-            token_ids=np.array(chat.prompt_ids(start.messages), np.int32),
-            messages=start.messages,
-        )
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
+        """Return a row's prompt as token ids: only the tool agent's prompts list tools."""
+        return self._loop(agent_name).chat.prompt_ids(messages)
 
-    def play(self, task: Task, prompt: Prompt) -> Play:
-        """Return the function that plays a trajectory of one of the tasks of `prompted`."""
-        start = agent_start(task)
+    async def prompt(self, problem: Problem) -> Prompt:
+        bare, start = problem.prompt, problem.start
+        await self.open(start.tools)
+        self._player(problem.agent_name, start.tools)  # a plug-in that can't be made is told now
+        chat = self._loop(problem.agent_name, start.tools).chat
+        if bare.token_ids.size:  # of a row: rendered and cut when it was read
+            text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
+            return replace(bare, text=text, messages=start.messages)
+        ids = np.array(chat.prompt_ids(start.messages), np.int32)
+        return replace(bare, text=chat.render(start.messages), token_ids=ids, messages=start.messages)
+
+    async def play(
+        self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    ) -> Trajectory:
+        start = problem.start
         begin = AgentPrompt(
-            token_ids=tuple(prompt.token_ids.tolist()),
+            token_ids=tuple(problem.prompt.token_ids.tolist()),
             tools_kwargs=start.tools_kwargs,
             files=start.files,
             packages=start.packages,
             spec=start.spec,
             setup=start.setup,
         )
-        return partial(self._players[start.tools].run, begin)
+        player = self._player(problem.agent_name, start.tools)
+        return await player.run(begin, engine=engine, sampling=sampling, request_id=request_id)
+
+    def _loop(self, agent_name: str, tools: tuple[str, ...] = ()) -> AgentLoop:
+        """Return the loop of a problem: its chat format, and its tools. A plug-in has those of the tool agent.
+
+        Raises:
+            InputError: there is no agent of that name.
+        """
+        check_agent_name(agent_name)
+        if (agent_name or self.default) != SINGLE_TURN_AGENT:
+            return self._loops[tools]
+        single = self._player(agent_name, tools)
+        assert isinstance(single, AgentLoop)
+        return single
+
+    def _player(self, agent_name: str, tools: tuple[str, ...]) -> Player:
+        """Return the loop of this name, or the plug-in. Raises as `_loop`, or ConfigError as `player_of`."""
+        check_agent_name(agent_name)
+        key = agent_name or self.default, tools
+        if key not in self._players:
+            self._players[key] = player_of(key[0], self._loops[tools])
+        return self._players[key]
 
     async def close(self) -> None:
         """End what the tools hold."""
@@ -240,15 +210,24 @@ class TaskAgents:
             await loop.tools.close()
 
 
-def agent_start(task: Task) -> AgentStart:
-    """Return the start of the tool agent in a task.
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """Plays tasks in one turn. The task renders its prompt."""
 
-    Raises:
-        InputError: the task can't be played by an agent.
-    """
-    if not isinstance(task, AgentTask):
-        raise InputError(
-            f"task {task.name}: agent.name says that an agent plays it, but it has no method agent_start, which "
-            "says what one is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
-        )
-    return task.agent_start()
+    tokenizer: Tokenizer
+
+    async def prompt(self, problem: Problem) -> Prompt:
+        assert problem.task is not None, "a row of data is played over the chat template"
+        return problem.task.render(self.tokenizer)
+
+    async def play(
+        self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    ) -> Trajectory:
+        recorder = Recorder(problem.prompt.token_ids.tolist())
+        # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
+        completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
+        is_cut = completion.finish_reason == "length"
+        return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
+
+    async def close(self) -> None:
+        """Nothing is held."""

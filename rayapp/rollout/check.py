@@ -19,11 +19,12 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agents import SINGLE_TURN_AGENT, agent_start, check_agent_name, render_prompts
+from rayapp.rollout.agents import SINGLE_TURN_AGENT, check_agent_name, render_prompts
 from rayapp.rollout.environments.agent import check_environments, plays_environments
 from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
-from rayapp.rollout.sources import MAX_KEPT_CHARS, answer_rewards, is_kept, naming, open_judges
+from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept
+from rayapp.rollout.sources import answer_rewards, naming, open_judges
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model

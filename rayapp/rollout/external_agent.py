@@ -16,7 +16,7 @@ import stat
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,32 +27,18 @@ import numpy as np
 from rayapp.config.config import Config
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
-from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.types import Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout import external_program
 from rayapp.rollout.agent.text import readable
-from rayapp.rollout.agents import agent_start
 from rayapp.rollout.external_program import MODEL, AgentCall, Playing, Tail, environment, remove_folder, run_program
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.session import Session, SessionLimits
-from rayapp.rollout.group import Play
+from rayapp.rollout.problem import Problem
 from rayapp.tasks.custom_rewards import load_function
 
 MAX_ANSWER_BYTES = 1 << 20
 Entry = Callable[[AgentCall], Awaitable[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """Start of all trajectories of a group."""
-
-    task: str
-    messages: tuple[Mapping[str, str], ...]
-    files: Mapping[str, str]
-    entry: Entry | None = None
-    """Function that plays in place of the source's program or function."""
-    spec: SandboxSpec | None = None
-    """Spec of the program's sandbox, with `agent.external.inside`."""
 
 
 class ExternalAgent:
@@ -104,67 +90,53 @@ class ExternalAgent:
         """Return the rendered messages, only for their length: the agent writes its own prompts."""
         return self._formats.plain.chat.prompt_ids(messages)
 
-    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
-        return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
+    async def prompt(self, problem: Problem) -> Prompt:
+        """Return the prompt without token ids: what the policy reads is the agent's to write.
 
-    def play(self, task: Task, prompt: Prompt) -> Play:
-        """Return the function that plays one of the tasks of `prompted`. The task's tools are ignored."""
-        start = agent_start(task)
-        return self.playing(task.name, start.messages, start.files, spec=start.spec)
+        Raises:
+            InputError: a message is no text, or the task can't be played by an agent.
+        """
+        bare, messages = problem.prompt, problem.start.messages
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise InputError(f"{bare.task}: an external agent is told text alone, and a message has other parts")
+        text = self._formats.plain.chat.render(messages)
+        return replace(bare, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
     async def close(self) -> None:
         """End all sessions. Idempotent."""
         await self._gateway.close()
 
-    def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """Return the prompt, without token ids. Raises InputError: a message is no text."""
-        if not all(isinstance(message.get("content"), str) for message in messages):
-            raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
-        # It has no token ids: what the policy reads is the agent's to write.
-        text = self._formats.plain.chat.render(messages)
-        return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
-
-    def playing(
+    async def play(
         self,
-        name: str,
-        messages: Sequence[Mapping[str, Any]],
-        files: Mapping[str, str] | None = None,
+        problem: Problem,
+        *,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        request_id: RequestId,
         entry: Entry | None = None,
-        spec: SandboxSpec | None = None,
-    ) -> Play:
-        """Return the function that plays a trajectory.
-
-        Args:
-            entry: who plays it; None: the source's program or function.
-            spec: the sandbox that a program inside asks for.
-        """
-        told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
-        start = _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry, spec=spec)
-        return partial(self._run, start)
-
-    async def _run(
-        self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
         """Play one trajectory.
 
+        Args:
+            entry: function that plays; None: the source's program or function.
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
+        start, entry = problem.start, entry or self._entry
         playing = Playing(output=Tail(self._settings.max_output_chars))
         with self._session(engine, sampling, request_id) as session:
             call = AgentCall(
-                task=start.task,
-                messages=start.messages,
+                task=problem.prompt.task,
+                messages=tuple({"role": str(each["role"]), "content": str(each["content"])} for each in start.messages),
                 files={**self._files, **start.files},
                 folder=Path(),
                 url=f"/{session.id}",
                 api_key=session.key,
             )
-            if self._settings.inside and start.entry is None:
+            if self._settings.inside and entry is None:
                 await self._played(self._act_inside(call, start.spec, session, playing), None, session, playing)
             else:
-                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), start.entry, session, playing)
+                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), entry, session, playing)
         failure = playing.failure or ("" if self._settings.on_failure == "score" else playing.fault)
         if not session.tree.turns and not failure:
             failure = playing.fault or "the agent ended without a turn of the policy"

@@ -1,8 +1,8 @@
 """One group from prompt to rewards: G plays side by side, each scored as soon as it ends.
 
-    Assignment(prompt, play, truth) --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
+    Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
+Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. A trajectory
 that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
 a tool, an environment, a task or a judge raises or returns costs its own trajectory. Only errors of
 `verdict.ENDS_GROUP` are raised.
@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.core.protocols import RolloutEngine
+from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
     Completion,
@@ -34,10 +34,11 @@ from rayapp.core.types import (
     Trajectory,
 )
 from rayapp.rollout.agent.outcome import play_terms, tool_rewards, with_reward, with_terms
-from rayapp.rollout.order import GroupRequest, sampling_of
+from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
+from rayapp.rollout.problem import Agent, Problem
 from rayapp.rollout.recorder import Recorder, failed
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
-from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Weights, named, settled, verdict
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, named, settled, verdict
 
 if TYPE_CHECKING:
     from rayapp.tasks.judges.judging import Judging  # imports aiohttp
@@ -45,49 +46,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Play(Protocol):
-    """Plays a prompt once, without a deadline of its own."""
-
-    def __call__(
-        self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Coroutine[Any, Any, Trajectory]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Prompt, player and scoring of one group's trajectories."""
-
-    prompt: Prompt
-    """Prompt of all trajectories; the group records it."""
-    play: Play
-    truth: Callable[[Trajectory], Awaitable[Reward]]
-    """Scores a play that did not fail. May raise anything: see `verdict`."""
-    weights: Weights = PLAIN
-    records_calls: bool = True
-    """Whether rewards have terms of tools and turns."""
-    judging: Judging | None = None
-    compares: bool = False
-    """Whether judges compare the trajectories of the group."""
-
-    @property
-    def compare_timeout_s(self) -> float:
-        """Part of the group's deadline that is kept for comparisons."""
-        return self.judging.compare_timeout_s if self.judging is not None and self.compares else 0.0
-
-
 async def run_group(
     request: GroupRequest,
-    assignment: Assignment,
+    problem: Problem,
+    agent: Agent,
     *,
+    sandboxes: SandboxSource,
+    judging: Judging | None = None,
     engine: RolloutEngine,
     sampling: SamplingParams,
     group_size: int,
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Play one prompt `group_size` times, and score each play.
+    """Have the agent play a problem `group_size` times, and score each play.
 
     Args:
+        problem: with the prompt that the agent gave it.
+        sandboxes: where answers are scored.
+        judging: compares the trajectories of training groups; evaluation's samples of a prompt are not compared.
         sampling: for every trajectory; its seed and stop texts are filled in here.
         seed: the run's seed.
         deadline_s: trajectories not finished by then are recorded as failed.
@@ -97,57 +74,62 @@ async def run_group(
         ProcessDiedError, ObjectsLostError: another process of ours is gone.
         SandboxConfigError: no sandbox can ever be had with this configuration.
     """
-    started = time.monotonic()
-    sampling = replace(sampling, stop=assignment.prompt.stop)
+    started, prompt = time.monotonic(), problem.prompt
+    sampling = replace(sampling, stop=prompt.stop)
+    comparing = judging if judging is not None and judging.compares and request.purpose == "group" else None
+    play_s = deadline_s - (comparing.compare_timeout_s if comparing is not None else 0.0)
+    tests_seed = scoring_seed(request.group_id, seed=seed)
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        request_id = RequestId(request.purpose, request.group_id, index)
-        seat = _CohortPlace(engine, request_id, assignment.prompt, own)
-        return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
+        seat = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
+
+        async def scored() -> Trajectory:
+            played = await guarded(lambda: _played(agent, problem, seat), _failed_play)
+            return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
+
+        played = await _in_time(scored, seat, prompt, play_s)
+        if played.turns:
+            return played
+        return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
 
     trajectories = await side_by_side(one(index) for index in range(group_size))
-    if assignment.judging is not None and assignment.compares:
+    if comparing is not None:
         left_s = deadline_s - (time.monotonic() - started)
-        trajectories = await _compared(assignment.judging, assignment.prompt, trajectories, left_s)
-    group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
+        trajectories = await _compared(comparing, prompt, trajectories, left_s)
+    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
-async def _trajectory(
-    request: GroupRequest, assignment: Assignment, seat: _CohortPlace, deadline_s: float
+async def _in_time(
+    scored: Callable[[], Awaitable[Trajectory]], seat: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    prompt = assignment.prompt
+    """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
                 # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
                 await seat.fill()
-            played = await guarded(lambda: _played(assignment.play, seat), _failed_play)
-            reward = await _scored(assignment, played)
+            played = await scored()
         await seat.fill()
+        return played
     except (StaleVersionError, EngineDeadError):
         # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
         raise
     except (EngineError, DeadlineError) as error:
         # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
-        played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await seat.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
-        played = failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
         await seat.fill()
-        played = failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
-    else:
-        played = with_reward(played, reward)
-    if played.turns:
-        return played
-    return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
+        return failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
 
 
 class _PlayFailedError(Exception):
-    """The player of a trajectory raised, or returned no Trajectory."""
+    """The agent raised, or returned no Trajectory."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -156,9 +138,9 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(play: Play, seat: _CohortPlace) -> Trajectory:
+async def _played(agent: Agent, problem: Problem, seat: _CohortPlace) -> Trajectory:
     """Play once. A plug-in's trajectory is checked: the terms and the arrays of the group are made from it."""
-    played: object = await play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    played: object = await agent.play(problem, engine=seat, sampling=seat.sampling, request_id=seat.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
@@ -171,18 +153,19 @@ async def _played(play: Play, seat: _CohortPlace) -> Trajectory:
     return played
 
 
-async def _scored(assignment: Assignment, played: Trajectory) -> Reward:
-    """Return the trajectory's reward; if it failed, the invalid one that it has."""
+async def reward_of(
+    problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
+) -> Reward:
+    """Return the reward of a trajectory; if it failed, the invalid one that it has. `seed` draws hidden tests."""
     reward = settled(played.reward)
     if not played.status.is_error:
-        judging, prompt = assignment.judging, assignment.prompt
         reward = await verdict(
-            partial(assignment.truth, played),
-            weights=assignment.weights,
-            tools=tool_rewards(played) if assignment.records_calls else None,
-            judge=partial(judging.with_scores, prompt, played.completion_text) if judging is not None else None,
+            lambda: problem.truth(problem, played, sandboxes, seed),
+            weights=problem.weights or PLAIN,
+            tools=tool_rewards(played) if problem.weights is not None else None,
+            judge=partial(judging.with_scores, problem.prompt, played.completion_text) if judging is not None else None,
         )
-    return with_terms(reward, played) if assignment.records_calls else reward
+    return with_terms(reward, played) if problem.weights is not None else reward
 
 
 async def _compared(

@@ -100,7 +100,9 @@ def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str
     return replace(played, status=status, reward=reward)
 
 
-_TOKEN = np.dtype([("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)])
+_TOKEN = np.dtype(
+    [("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)], align=True
+)
 
 
 class Recorder:
@@ -200,7 +202,8 @@ class Recorder:
 
     def context(self, last: int) -> list[int]:
         """Return the tokens up to the one at `last`, as an engine reads them; empty for -1."""
-        ids: list[int] = self._tokens["id"][path_to(last, self.forks)].tolist()
+        path = path_to(last, self.forks) if self.forks else slice(last + 1)
+        ids: list[int] = self._tokens["id"][path].tolist()
         return ids
 
     def sampled_ids(self, turn: int) -> list[int]:
@@ -224,13 +227,14 @@ class Recorder:
         after, num_known = self._known(after, ids)
         prompt_end = self._append(after, ids[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
-        self._note_experts(path_to(last, self.forks), completion)
+        self._note_experts(last, completion)
         self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
         return prompt_end, last
 
-    def _note_experts(self, path: NDArray[np.int64], completion: Completion) -> None:
+    def _note_experts(self, last: int, completion: Completion) -> None:
         if completion.routed_experts is None:
             return
+        path = path_to(last, self.forks)
         # All tokens up to the last but one; concurrent turns may have recorded some of these already.
         indices = path[path.size - 1 - len(completion.routed_experts) : -1]
         is_new = ~self._tokens["is_routed"][indices]

@@ -1,173 +1,165 @@
-"""Groups of a rollout worker, from the run's sources: each has coding tasks or rows of data.
+"""The sources of a run in a rollout worker: problems, who plays them, and whose turn it is.
 
-    open_groups(config, sandboxes) -> RunGroups     .assignment(request) -> what `run_group` plays
-                                        |-- source 0: TaskGroups | DataGroups, under the run's config as it has it
+    open_sources(config, sandboxes) -> Sources     .of(request) -> OpenSource, and the request as that source counts
+                                        |-- source 0: Listed | RowFiles, an agent, judges
                                         '-- source 1: …
 
-`DataGroups` plays rows and scores them by the rule of the row's source. `TaskGroups` samples one turn, or lets an agent
-play, and the task scores the text. Called by the rollout worker once; a file, template or tool's service that can't
-work is reported here, at the start.
+Called by the rollout worker once; a file, template or tool's service that can't work is reported here, at the start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.other_models import server_named
 from rayapp.core.errors import UserError
-from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
-from rayapp.rollout.agent.build import open_loop
-from rayapp.rollout.agents import (
-    SINGLE_TURN_AGENT,
-    AgentLoops,
-    TaskAgents,
-    agent_loops,
-    check_agent_name,
-    prompted_tasks,
-)
-from rayapp.rollout.environments.agent import EnvironmentAgents, environment_reward, plays_environments
+from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.types import Prompt
+from rayapp.rollout.agents import SINGLE_TURN_AGENT, LoopAgent, OneTurn, check_agent_name, check_length
+from rayapp.rollout.environments.agent import EnvironmentAgents, plays_environments, problem_of_environment
 from rayapp.rollout.external_agent import ExternalAgent
-from rayapp.rollout.group import Assignment
-from rayapp.rollout.order import GroupRequest, Mixing, prompt_index, scoring_seed
-from rayapp.rollout.recorder import AgentPrompt, Recorder
+from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
+from rayapp.rollout.problem import Agent, Problem, problem_of_row, problem_of_task, prompted
 from rayapp.storage.models.fetch import with_local_model
-from rayapp.tasks.answers import Answer, AnswerRewards, truth_of
+from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
-from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
+from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.loading import load_tasks
 from rayapp.tasks.verdict import PLAIN, Weights
 
 if TYPE_CHECKING:
-    from rayapp.tasks.judges.judging import Judges
+    from rayapp.tasks.judges.judging import Judges, Judging
 
 
-Players = AgentLoops | ExternalAgent
-"""Players of rows."""
-MAX_KEPT_CHARS = 1 << 16
+class ProblemSet(Protocol):
+    """Problems of one source, in an order that follows from seed and place alone."""
+
+    @property
+    def num_train(self) -> int:
+        """Problems of one epoch of training."""
+        ...
+
+    @property
+    def num_eval(self) -> int:
+        """Problems of one evaluation; a request of purpose `eval` names one by its place."""
+        ...
+
+    async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
+        """Return the problem of a group, prompted.
+
+        Args:
+            request: its `place` counts the groups of this source alone.
+            seed: the run's.
+        Raises:
+            InputError: the agent can't play the problem.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class DataGroups:
-    """Groups of data rows; group N of the training is row N of the run, whatever worker it is on."""
+class RowFiles:
+    """Rows of data files; group N of the training is row N of the run, whatever worker it is on."""
 
-    config: Config
-    players: Players
+    agent: Agent
     rewards: AnswerRewards
-    sandboxes: SandboxSource
     train: TrainingData | None
     held_out: TrainingData | None
+    max_eval: int = 0
+    """Most rows to evaluate, from the first; 0: all."""
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    @classmethod
-    async def open(cls, config: Config, sandboxes: SandboxSource) -> DataGroups:
-        """See `open_groups`."""
-        rewards = answer_rewards(config)
-        if rewards.custom is not None:
-            # Its imports may take seconds, which would hold up every trajectory of this process.
-            await asyncio.to_thread(rewards.custom.load)
-        players: Players = (
-            await ExternalAgent.open(config, sandboxes)
-            if config.agent_name == EXTERNAL_AGENT
-            else agent_loops(await open_loop(config, sandboxes), config.agent_name)
-        )
-        try:
-            train, held_out = await open_files(config, players.prompt_ids)
-        except BaseException:
-            await players.close()
-            raise
-        return cls(config, players, rewards, sandboxes, train=train, held_out=held_out)
-
     @property
-    def num_eval_prompts(self) -> int:
+    def num_eval(self) -> int:
         if self.held_out is None:
             return 0
-        return min(len(self.held_out), self.config.eval.max_problems or len(self.held_out))
+        return min(len(self.held_out), self.max_eval or len(self.held_out))
 
     @property
-    def num_train_prompts(self) -> int:
+    def num_train(self) -> int:
         return len(self.train) if self.train is not None else 0
 
-    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        tests = scoring_seed(request.group_id, seed=seed)
-        return assignment_of(await self._row(request), self.players, self.rewards, self.sandboxes, seed=tests)
-
-    async def _row(self, request: GroupRequest) -> DataRow:
+    async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
         assert rows is not None, "the driver checks which files a command needs"
         # One at a time: two groups that reach a new window of rows together would both load it.
         async with self._reading:
-            return await asyncio.to_thread(rows.row, request.place)
-
-    async def close(self) -> None:
-        """End what the tools hold."""
-        await self.players.close()
+            row = await asyncio.to_thread(rows.row, request.place)
+        return await prompted(problem_of_row(row, self.rewards), self.agent)
 
 
-def assignment_of(
-    row: DataRow, players: Players, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0
-) -> Assignment:
-    """Return the assignment of a row's group.
+class Listed:
+    """The tasks in `config.tasks`; evaluation takes each of `config.eval.tasks` once, or of these.
 
     Args:
-        sandboxes: where code in the answers runs.
-        seed: draws the hidden tests of a code problem.
-    Raises:
-        InputError: there is no loop of the row's agent_name, or nothing can score its data_source.
+        train, held_out: tasks, each with its prompt.
+        problem_of: makes the problem of a task.
+        max_eval: most tasks to evaluate, from the first; 0: all.
     """
-    rewards.truth_kind(row.data_source)
-    truth = partial(_found, row, rewards, sandboxes, seed)
-    if isinstance(players, ExternalAgent):
-        prompt = replace(players.prompt(row.data_source, row.messages), **_facts(row))
-        play = players.playing(row.data_source, row.messages)
-        return Assignment(prompt=prompt, play=play, truth=truth, weights=rewards.weights)
-    loop = players.of(row.agent_name)
-    text = loop.chat.tokenizer.decode(list(row.prompt_ids), skip_special_tokens=False)
-    return Assignment(
-        # The row's source stands where a task's name would.
-        prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32), **_facts(row)),
-        play=partial(
-            players.player(row.agent_name).run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)
-        ),
-        truth=truth,
-        weights=rewards.weights,
-    )
 
+    def __init__(
+        self,
+        train: Sequence[tuple[Task, Prompt]],
+        held_out: Sequence[tuple[Task, Prompt]] = (),
+        *,
+        problem_of: Callable[[Task], Problem] = problem_of_task,
+        max_eval: int = 0,
+    ) -> None:
+        self._train = train
+        # A task that training has twice is evaluated once.
+        evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
+        self._held_out = evaluated[: max_eval or None]
+        self._problem_of = problem_of
 
-def _facts(row: DataRow) -> dict[str, Any]:
-    """Return the fields of a row that its prompt keeps. Tests of a code problem may have megabytes."""
-    long = {"ground_truth": row.ground_truth, "extra_info": row.extra_info}
-    return {"messages": row.messages, **{name: value for name, value in long.items() if is_kept(value)}}
+    @classmethod
+    async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
+        """Have the agent write the prompts.
 
+        Raises:
+            UserError: the agent can't play a task, or a prompt is longer than rollout.max_prompt_tokens.
+        """
+        weights = Weights.of(config.reward) if isinstance(agent, LoopAgent) else PLAIN
 
-def is_kept(value: Any) -> bool:
-    """Return whether a prompt keeps this value of its row."""
-    return len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS
+        def problem_of(task: Task) -> Problem:
+            if isinstance(task, EnvironmentTask):
+                return problem_of_environment(task)
+            return problem_of_task(task, None if isinstance(agent, OneTurn) else weights)
 
+        async def with_prompts(tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
+            prompts = [await agent.prompt(problem_of(task)) for task in tasks]
+            check_length(prompts, config.rollout.max_prompt_tokens)
+            return list(zip(tasks, prompts, strict=True))
 
-async def _found(
-    row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, played: Trajectory
-) -> Reward:
-    answer = Answer(
-        completion_text=played.completion_text,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-    )
-    return await truth_of(answer, rewards, sandboxes, seed=seed)()
+        return cls(
+            await with_prompts(train),
+            await with_prompts(held_out),
+            problem_of=problem_of,
+            max_eval=config.eval.max_problems,
+        )
+
+    @property
+    def num_eval(self) -> int:
+        return len(self._held_out)
+
+    @property
+    def num_train(self) -> int:
+        return len(self._train)
+
+    async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
+        if request.purpose == "group":
+            task, prompt = self._train[prompt_index(request.place, num_prompts=len(self._train), seed=seed)]
+        else:
+            task, prompt = self._held_out[request.place]
+        return replace(self._problem_of(task), prompt=prompt)
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
@@ -208,145 +200,51 @@ def answer_rewards(config: Config) -> AnswerRewards:
     )
 
 
-Prompted = tuple[Task, Prompt]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSource:
+    """One source, ready to be played."""
+
+    config: Config
+    """The run's configuration as the source has it."""
+    problems: ProblemSet
+    agent: Agent
+    name: str = ""
+    judging: Judging | None = None
+
+    async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
+        """Return the problem of a group, named after the source. Raises InputError as `ProblemSet.problem`."""
+        found = await self.problems.problem(request, seed=seed)
+        return replace(found, prompt=replace(found.prompt, source=self.name))
 
 
-class TaskGroups:
-    """Groups of the tasks in `config.tasks`; evaluation takes each of `config.eval.tasks` once, or of these.
-
-    Args:
-        train, held_out: tasks, each with its prompt.
-        agents: who plays them; None: the policy speaks once.
-        max_eval: most tasks to evaluate, from the first; 0: all.
-    """
-
-    def __init__(
-        self,
-        train: Sequence[Prompted],
-        held_out: Sequence[Prompted],
-        sandboxes: SandboxSource,
-        agents: TaskAgents | ExternalAgent | EnvironmentAgents | None = None,
-        *,
-        max_eval: int = 0,
-    ) -> None:
-        self._train = train
-        # A task that training has twice is evaluated once.
-        evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
-        self._held_out = evaluated[: max_eval or None]
-        self._sandboxes = sandboxes
-        self._agents = agents
-
-    @property
-    def num_eval_prompts(self) -> int:
-        return len(self._held_out)
-
-    @property
-    def num_train_prompts(self) -> int:
-        return len(self._train)
-
-    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        if request.purpose == "group":
-            task, prompt = self._train[prompt_index(request.place, num_prompts=len(self._train), seed=seed)]
-        else:
-            task, prompt = self._held_out[request.place]
-
-        async def score(played: Trajectory) -> Reward:
-            tests = scoring_seed(request.group_id, seed=seed)
-            return await task.score(prompt, played.completion_text, self._sandboxes, seed=tests)
-
-        if (agents := self._agents) is None:
-            return Assignment(prompt=prompt, play=partial(_one_turn, prompt), truth=score, records_calls=False)
-        return Assignment(
-            prompt=prompt,
-            play=agents.play(task, prompt),
-            truth=environment_reward if isinstance(agents, EnvironmentAgents) else score,
-            weights=agents.weights if isinstance(agents, TaskAgents) else PLAIN,
-        )
-
-    async def close(self) -> None:
-        """End what the tools hold."""
-        if self._agents is not None:
-            await self._agents.close()
-
-
-async def _one_turn(
-    prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-) -> Trajectory:
-    recorder = Recorder(prompt.token_ids.tolist())
-    # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
-    completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
-    is_cut = completion.finish_reason == "length"
-    return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
-
-
-class Groups(Protocol):
-    """Groups of one source."""
-
-    @property
-    def num_eval_prompts(self) -> int:
-        """Prompts of one evaluation; a request of purpose `eval` names one by its place."""
-        ...
-
-    @property
-    def num_train_prompts(self) -> int:
-        """Prompts of one epoch of training."""
-        ...
-
-    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        """Return the assignment of this group.
-
-        Args:
-            request: its `place` counts the groups of this source alone.
-            seed: the run's: it orders the prompts, and draws what the trajectories are scored by.
-        Raises:
-            InputError: nothing plays the prompt.
-        """
-        ...
-
-    async def close(self) -> None: ...
-
-
-class RunGroups:
-    """Groups of all sources of a run.
+class Sources:
+    """All sources of a run, and the mixing of their groups.
 
     Args:
-        groups: one for each source.
+        ratios: share of each source.
         seed: the run's.
         judges: that sources name; None where none does.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], groups: Sequence[Groups], *, seed: int, judges: Judges | None = None
-    ) -> None:
-        self._sources = sources
-        self._groups = groups
+    def __init__(self, ratios: Sequence[float], *, seed: int, judges: Judges | None = None) -> None:
+        self.opened: list[OpenSource] = []
         self._judges = judges
-        self._mixing = Mixing([source.ratio for source in sources], seed=seed)
+        self._mixing = Mixing(ratios, seed=seed)
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
         """Prompts of one evaluation by source. Requests of purpose `eval` count through all of them."""
-        return tuple(groups.num_eval_prompts for groups in self._groups)
+        return tuple(source.problems.num_eval for source in self.opened)
 
     @property
     def num_train_prompts(self) -> tuple[int, ...]:
         """Prompts of one epoch by source."""
-        return tuple(groups.num_train_prompts for groups in self._groups)
+        return tuple(source.problems.num_train for source in self.opened)
 
-    def config_of(self, request: GroupRequest) -> Config:
-        """The run's configuration as the group's source has it."""
-        return self._sources[self._place(request)[0]].config
-
-    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        """As `Groups.assignment`, for a request that counts the groups of the run."""
+    def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
+        """Return the source of a group, and the request with its place among the groups of that source."""
         index, place = self._place(request)
-        assignment = await self._groups[index].assignment(replace(request, prompt=place), seed=seed)
-        assignment = replace(assignment, prompt=replace(assignment.prompt, source=self._sources[index].name))
-        if self._judges is None:
-            return assignment
-        judging = self._judges.of(self._sources[index].config.reward)
-        # Evaluation's samples of one prompt are not compared with each other.
-        return replace(assignment, judging=judging, compares=request.purpose == "group" and judging.compares)
+        return self.opened[index], replace(request, prompt=place)
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
         """Index of the request's source, and its place among the groups of that."""
@@ -360,7 +258,7 @@ class RunGroups:
 
     async def close(self) -> None:
         """End what the tools hold, of all sources whatever one of them says."""
-        closing = [groups.close() for groups in self._groups]
+        closing = [source.agent.close() for source in self.opened]
         if self._judges is not None:
             closing.append(self._judges.close())
         ended = await asyncio.gather(*closing, return_exceptions=True)
@@ -369,26 +267,27 @@ class RunGroups:
                 raise error
 
 
-async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
-    """The groups of a run.
+async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
+    """Open the sources of a run.
 
     Raises:
         UserError: a task, a file, the chat template or a tool can't be used; with the name of its source.
     """
     config = await asyncio.to_thread(with_local_model, config)
-    sources, opened = sources_of(config), list[Groups]()
-    judges = open_judges(config)
-    groups = RunGroups(sources, opened, seed=config.run.seed, judges=judges)
+    own, judges = sources_of(config), open_judges(config)
+    sources = Sources([source.ratio for source in own], seed=config.run.seed, judges=judges)
     try:
         if judges is not None:
             await judges.check()  # before anything is sampled
-        for source in sources:
+        for source in own:
             with naming(source):
-                opened.append(await _open(source.config, sandboxes))
+                opened = await (_open_rows if source.config.uses_data else _open_tasks)(source.config, sandboxes)
+            judging = judges.of(source.config.reward) if judges is not None else None
+            sources.opened.append(replace(opened, name=source.name, judging=judging))
     except BaseException:
-        await groups.close()
+        await sources.close()
         raise
-    return groups
+    return sources
 
 
 def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
@@ -406,36 +305,45 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
     return Judges(used, config.run_folder, num_sharing=config.rollout.num_workers)
 
 
-async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
-    if config.uses_data:
-        return await DataGroups.open(config, sandboxes)
+async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
+    rewards = answer_rewards(config)
+    if rewards.custom is not None:
+        # Its imports may take seconds, which would hold up every trajectory of this process.
+        await asyncio.to_thread(rewards.custom.load)
+    plays_outside = config.agent_name == EXTERNAL_AGENT
+    agent: ExternalAgent | LoopAgent = (
+        await ExternalAgent.open(config, sandboxes) if plays_outside else await LoopAgent.of(config, sandboxes).open()
+    )
+    try:
+        train, held_out = await open_files(config, agent.prompt_ids)
+    except BaseException:
+        await agent.close()
+        raise
+    rows = RowFiles(agent, rewards, train=train, held_out=held_out, max_eval=config.eval.max_problems)
+    return OpenSource(config=config, problems=rows, agent=agent)
+
+
+async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
     # In a thread: an environment may have to be installed, and its process asked.
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
-    agents = await _agents(config, sandboxes, (*train, *held_out))
-    most = config.eval.max_problems
-    if agents is None:
-        prompted = prompted_tasks(config, train), prompted_tasks(config, held_out)
-        return TaskGroups(*prompted, sandboxes, max_eval=most)
+    agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))
     try:
-        prompted = await agents.prompted(train), await agents.prompted(held_out)
-        return TaskGroups(*prompted, sandboxes, agents, max_eval=most)
+        tasks = await Listed.open(config, agent, train, held_out)
     except BaseException:
-        await agents.close()
+        await agent.close()
         raise
+    return OpenSource(config=config, problems=tasks, agent=agent)
 
 
-async def _agents(
-    config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]
-) -> TaskAgents | ExternalAgent | EnvironmentAgents | None:
-    """Return the players of the tasks; None: the policy speaks once."""
+async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]) -> Agent:
     if plays_environments(tasks):
         return EnvironmentAgents.of(config, sandboxes)
     if config.agent_name == SINGLE_TURN_AGENT:
-        return None
+        return OneTurn(load_tokenizer(config))
     if config.agent_name == EXTERNAL_AGENT:
         return await ExternalAgent.open(config, sandboxes)
-    return TaskAgents.of(config, sandboxes)
+    return LoopAgent.of(config, sandboxes)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from rayapp.tasks.answer_rules import (
 from rayapp.tasks.code.formats import as_json
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.text_process import TextTooCostlyError, on_text
 from rayapp.tasks.verdict import PLAIN, ToolRewards, Truth, Weights, verdict
 
@@ -90,6 +91,15 @@ class Answer:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, row: DataRow, completion_text: str) -> Answer:
+        return cls(
+            completion_text=completion_text,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+        )
 
 
 async def score_answer(

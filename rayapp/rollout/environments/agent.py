@@ -3,7 +3,7 @@
     trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
     verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
 
-An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `TaskGroups`.
+An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `run_group`.
 
 A trajectory meets an environment as a scene: it is reset once, tools change it, and it gives the reward at the end.
 
@@ -18,15 +18,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.text import readable
@@ -35,7 +32,7 @@ from rayapp.rollout.environments.trl import TrlStage
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.group import Play
+from rayapp.rollout.problem import Agent, Problem, bare_prompt
 from rayapp.rollout.recorder import AgentPrompt, Recorder, failed
 from rayapp.tasks.environments.files import (
     AnyEnvironment,
@@ -124,16 +121,6 @@ OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop
 """From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
 
 
-class Player(Protocol):
-    """Plays the rows of one environment."""
-
-    def prompt(self, task: EnvironmentTask) -> Prompt: ...
-
-    def play(self, task: EnvironmentTask) -> Play: ...
-
-    async def close(self) -> None: ...
-
-
 class ScenePlayer:
     """With the agent loop."""
 
@@ -143,17 +130,15 @@ class ScenePlayer:
             schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), SceneTool)
         ]
 
-    def prompt(self, task: EnvironmentTask) -> Prompt:
-        """It has no token ids: what the environment says first is part of what the policy reads."""
-        text = self._loop.chat.render(task.messages)
-        return Prompt(task=task.name, text=text, token_ids=np.empty(0, np.int32), messages=task.messages)
+    async def prompt(self, problem: Problem) -> Prompt:
+        """Return a prompt without token ids: what the environment says first is part of what the policy reads."""
+        messages = problem.start.messages
+        return replace(problem.prompt, text=self._loop.chat.render(messages), messages=messages)
 
-    def play(self, task: EnvironmentTask) -> Play:
-        return partial(self._run, task)
-
-    async def _run(
-        self, task: EnvironmentTask, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
+    async def play(
+        self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
+        task = row_of(problem)
         played = Recorder(self._loop.chat.prompt_ids(task.messages)).trajectory()
         try:
             async with self._stage.scene() as scene:
@@ -194,13 +179,11 @@ class VerifiersPlayer:
     def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
         self._process, self._agent = VerifiersProcess(environment), agent
 
-    def prompt(self, task: EnvironmentTask) -> Prompt:
-        return self._agent.prompt(task.name, task.messages)
+    async def prompt(self, problem: Problem) -> Prompt:
+        return await self._agent.prompt(problem)
 
-    def play(self, task: EnvironmentTask) -> Play:
-        return partial(self._run, task)
-
-    async def _run(self, task: EnvironmentTask, **asked: Any) -> Trajectory:
+    async def play(self, problem: Problem, **asked: Any) -> Trajectory:
+        task = row_of(problem)
         found: dict[str, float] = {}
 
         async def entry(call: AgentCall) -> None:
@@ -208,7 +191,7 @@ class VerifiersPlayer:
                 await self._process.play(task.index, url=call.openai_base_url, key=call.api_key, model=call.model)
             )
 
-        played = await self._agent.playing(task.name, task.messages, entry=entry)(**asked)
+        played = await self._agent.play(problem, **asked, entry=entry)
         verdict = found.pop("reward", None)
         return played if verdict is None else replace(played, tool_rewards={**found, VERDICT: verdict})
 
@@ -230,7 +213,7 @@ class EnvironmentAgents:
         self, config: Config, make_loop: OpenLoop, make_agent: Callable[[float], Awaitable[ExternalAgent]]
     ) -> None:
         self._config, self._make_loop, self._make_agent = config, make_loop, make_agent
-        self._players: dict[int, Player] = {}
+        self._players: dict[int, Agent] = {}
         self._kept: list[AnyEnvironment] = []
 
     @classmethod
@@ -247,34 +230,25 @@ class EnvironmentAgents:
 
         return cls(config, make_loop, make_agent)
 
-    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
-        """The rows, each with what is asked.
+    async def prompt(self, problem: Problem) -> Prompt:
+        """As `Agent.prompt`. Raises UserError: the environment can't be used."""
+        return await (await self._player(row_of(problem).environment)).prompt(problem)
 
-        Raises:
-            UserError: an environment can't be used.
-        """
-        found = list[tuple[Task, Prompt]]()
-        for task in tasks:
-            assert isinstance(task, EnvironmentTask)
-            found.append((task, (await self._player(task.environment)).prompt(task)))
-        return found
-
-    def play(self, task: Task, prompt: Prompt) -> Play:
-        """Return the function that plays one of the rows of `prompted`."""
-        assert isinstance(task, EnvironmentTask)
-        return self._players[id(task.environment)].play(task)
+    async def play(self, problem: Problem, **asked: Any) -> Trajectory:
+        """Play a row of an environment whose prompt was asked for."""
+        return await self._players[id(row_of(problem).environment)].play(problem, **asked)
 
     async def close(self) -> None:
         """End all environments."""
         await asyncio.gather(*(player.close() for player in self._players.values()))
 
-    async def _player(self, environment: AnyEnvironment) -> Player:
+    async def _player(self, environment: AnyEnvironment) -> Agent:
         if id(environment) not in self._players:
             self._players[id(environment)] = await self._opened(environment)
             self._kept.append(environment)
         return self._players[id(environment)]
 
-    async def _opened(self, environment: AnyEnvironment) -> Player:
+    async def _opened(self, environment: AnyEnvironment) -> Agent:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         stage = await asyncio.to_thread(stage_of, environment)
@@ -292,7 +266,19 @@ class EnvironmentAgents:
         return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
 
 
-async def environment_reward(played: Trajectory) -> Reward:
+def row_of(problem: Problem) -> EnvironmentTask:
+    """Return the row of an environment that this problem is."""
+    assert isinstance(problem.task, EnvironmentTask), "plays_environments has looked"
+    return problem.task
+
+
+def problem_of_environment(task: EnvironmentTask) -> Problem:
+    """Return the problem of a row, which the environment scores itself."""
+    opening = AgentStart(messages=task.messages)
+    return Problem(prompt=bare_prompt(task.name), truth=environment_truth, task=task, opening=opening)
+
+
+async def environment_truth(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
     """Return the environment's own reward; an invalid one if it gave none."""
     value = played.tool_rewards.get(VERDICT)
     if value is None:

@@ -24,6 +24,7 @@ from rayapp.tasks.audit.subject import (
     cheats_of_program,
     fenced,
     nothing_of_function,
+    score_of,
     trivial_of_function,
 )
 from rayapp.tasks.code.benchmarks import BenchmarkTask
@@ -31,6 +32,7 @@ from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, StdinTest, Test
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import ReadOptions, open_data
+from rayapp.tasks.verdict import verdict
 
 _ANY_INPUTS = ("*args",)
 MIN_SECRET_CHARS = 40
@@ -56,7 +58,7 @@ async def benchmark_subjects(tasks: Sequence[BenchmarkTask]) -> list[Subject]:
             f"{task.name}:{index}",
             prompt=task.prompt,
             reference=task.reference,
-            score=_score(task.problem),
+            score=score_of(task),
         )
         for index, task in enumerate(tasks)
     ]
@@ -82,10 +84,7 @@ async def _row_subject(row: DataRow, name: str, rewards: AnswerRewards) -> Subje
 
 
 async def _score_row(row: DataRow, rewards: AnswerRewards, text: str, sandboxes: SandboxSource, seed: int) -> Reward:
-    answer = ScoredAnswer(
-        completion_text=text, data_source=row.data_source, ground_truth=row.ground_truth, extra_info=row.extra_info
-    )
-    return await score_answer(answer, rewards, sandboxes, seed=seed)
+    return await score_answer(ScoredAnswer.of(row, text), rewards, sandboxes, seed=seed)
 
 
 async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, reference: str, score: Score) -> Subject:
@@ -102,7 +101,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,
         trivial=trivial_of_function(function, _ANY_INPUTS) if function else TRIVIAL_OF_PROGRAM,
         cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
-        score_share=_score(by_share),
+        score_share=_share_of(by_share),
         run_tests=partial(_run_tests, problem, tests),
         run_later=partial(_run_later, problem, tests, a_year_later(reference)),
         limit_s=problem.rules.test_timeout_s,
@@ -111,9 +110,9 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
     )
 
 
-def _score(problem: CodeProblem) -> Score:
+def _share_of(problem: CodeProblem) -> Score:
     async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
-        return await problem.score(text, sandboxes, seed=seed)
+        return await verdict(lambda: problem.score(text, sandboxes, seed=seed))
 
     return score
 

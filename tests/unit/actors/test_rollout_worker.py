@@ -12,16 +12,18 @@ from rayapp.config.config import Config
 from rayapp.rollout.order import GroupRequest
 
 
-class Groups:
-    """A run's groups, each of which waits forever."""
+class Endless:
+    """A run's sources, each group of which waits forever."""
 
     def __init__(self) -> None:
         self.begun, self.ended = asyncio.Event(), list[str]()
 
-    def config_of(self, request: GroupRequest) -> Config:
-        return Config()
+    config, agent, judging = Config(), None, None
 
-    async def assignment(self, request: GroupRequest, *, seed: int) -> Any:
+    def of(self, request: GroupRequest) -> tuple[Any, GroupRequest]:
+        return self, request
+
+    async def problem(self, request: GroupRequest, *, seed: int) -> Any:
         self.begun.set()
         try:
             await asyncio.Event().wait()
@@ -35,13 +37,13 @@ class Groups:
 
 async def test_a_worker_that_ends_cancels_its_groups_before_it_takes_away_what_they_use() -> None:
     worker: Any = RolloutWorker(Config(), 0, (), pool=None)  # type: ignore[arg-type]
-    worker._groups = groups = Groups()
+    worker._sources = sources = Endless()
     request = GroupRequest(group_id=0, policy_version=0, server=0)
     running = asyncio.create_task(worker.run_group(request))
-    await groups.begun.wait()
+    await sources.begun.wait()
 
     await worker.close()
 
-    assert groups.ended == ["group", "tools"]
+    assert sources.ended == ["group", "tools"]
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -20,12 +20,12 @@ from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.types import Completion, Group, GroupSummary, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agents import AgentLoops, agent_loops
+from rayapp.rollout.agents import LoopAgent
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, evaluation_waves
+from rayapp.rollout.problem import problem_of_row, prompted
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.rollout.sources import assignment_of
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
@@ -65,11 +65,16 @@ def policy(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
     return said[request_id.trajectory][request_id.turn]
 
 
-def loops_of(tokenizer: Any, *tools: ToolBase) -> AgentLoops:
+async def agent_of(tokenizer: Any, *tools: ToolBase, default: str = "tool_agent") -> LoopAgent:
     tool_set = ToolSet(tools)
     chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=2000)
-    return agent_loops(AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits))
+    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits)
+
+    async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
+        return loop
+
+    return await LoopAgent(make_loop, default=default).open()
 
 
 def engine_of(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], str] = policy) -> ScriptedEngine:
@@ -81,7 +86,7 @@ def engine_of(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], str] 
 
 
 async def play(
-    loops: AgentLoops,
+    agent: LoopAgent,
     engine: RolloutEngine,
     *,
     deadline_s: float = 60.0,
@@ -95,11 +100,13 @@ async def play(
         agent_name=agent_name,
         ground_truth="4",
         tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
-        prompt_ids=tuple(loops.prompt_ids(MESSAGES, agent_name)),
+        prompt_ids=tuple(agent.prompt_ids(MESSAGES, agent_name)),
     )
     return await run_group(
         GroupRequest(group_id=7, policy_version=0),
-        assignment_of(row, loops, rewards, NO_SANDBOXES),
+        await prompted(problem_of_row(row, rewards), agent),
+        agent,
+        sandboxes=NO_SANDBOXES,
         engine=engine,
         sampling=SamplingParams(max_tokens=2000),
         group_size=3,
@@ -109,7 +116,7 @@ async def play(
 
 
 async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(chat_tokenizer: Any) -> None:
-    group, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    group, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
 
     # Trajectory 0: right, and its first call, no better than nothing, costs 0.05; the second, right, costs nothing.
     assert summary.rewards.tolist() == pytest.approx([0.95, 0.0, 1.0])
@@ -120,10 +127,10 @@ async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(cha
 
 
 async def test_a_tools_verdict_on_the_trajectory_counts_by_its_weight(chat_tokenizer: Any) -> None:
-    loops, engine = loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+    agent, engine = await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
 
-    _, without = await play(loops, engine)
-    _, summary = await play(loops, engine, rewards=AnswerRewards(weights=Weights(tool=1.0, tool_verdict=0.5)))
+    _, without = await play(agent, engine)
+    _, summary = await play(agent, engine, rewards=AnswerRewards(weights=Weights(tool=1.0, tool_verdict=0.5)))
 
     # The tool's own verdict is 1 where its best call was right: on trajectory 0.
     assert summary.reward_terms["tool_verdict"].tolist() == [1.0, 0.0, 0.0]
@@ -131,10 +138,10 @@ async def test_a_tools_verdict_on_the_trajectory_counts_by_its_weight(chat_token
 
 
 async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:
-    loops, engine = loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+    agent, engine = await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
 
-    group, _ = await play(loops, engine, agent_name="single_turn_agent")
-    told, _ = await play(loops, engine, agent_name="tool_agent")
+    group, _ = await play(agent, engine, agent_name="single_turn_agent")
+    told, _ = await play(agent, engine, agent_name="tool_agent")
 
     assert [trajectory.num_turns for trajectory in group.trajectories] == [1, 1, 1]
     assert group.trajectories[0].completion_text == CALL % 5
@@ -144,18 +151,18 @@ async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(cha
 
 
 async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any) -> None:
-    loops = loops_of(chat_tokenizer, Gsm8kTool())
-    single = agent_loops(loops.tool_agent, default="single_turn_agent")
+    agent = await agent_of(chat_tokenizer, Gsm8kTool())
+    single = await agent_of(chat_tokenizer, Gsm8kTool(), default="single_turn_agent")
 
     group, _ = await play(single, engine_of(chat_tokenizer))
 
     assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
     with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
-        await play(loops, engine_of(chat_tokenizer), agent_name="react")
+        await play(agent, engine_of(chat_tokenizer), agent_name="react")
 
 
 async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(chat_tokenizer: Any) -> None:
-    _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    _, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
 
     metrics = summarize_step([summary], version=0)
     assert metrics["tool/calls"] == 3  # two by trajectory 0, one by 2
@@ -167,7 +174,7 @@ async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(c
 
 
 async def test_every_turn_and_call_comes_back_from_the_trajectory_file(chat_tokenizer: Any, tmp_path: Path) -> None:
-    group, _ = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    group, _ = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
     path = tmp_path / "step=000001.parquet"
 
     write_trajectories(path, 1, [group])
@@ -181,7 +188,7 @@ async def test_a_trajectory_without_its_tool_fails_and_still_takes_its_place_in_
     engine = engine_of(chat_tokenizer, lambda request_id, prompt_ids: "#### 4")
     engine.record = True
 
-    group, summary = await play(loops_of(chat_tokenizer, Gone()), engine)
+    group, summary = await play(await agent_of(chat_tokenizer, Gone()), engine)
 
     assert summary.failure_kinds == ("tool_unavailable",) * 3
     assert [request_id for request_id, _, _ in engine.requests] == [
@@ -212,7 +219,7 @@ class Hanging:
 async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer: Any) -> None:
     engine = Hanging(engine_of(chat_tokenizer), hang=frozenset({1}))
 
-    _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine, deadline_s=2.0)
+    _, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine, deadline_s=2.0)
 
     assert summary.failure_kinds == ("", "deadline", "")
     # The hanging one requested its first turn: no other request is made for it.
@@ -225,26 +232,26 @@ def hangs(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
 
 
 async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
-    group, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
+    group, summary = await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
 
     assert summary.failure_kinds == ("engine",) * 3
     assert "vllm-server-0" in group.trajectories[0].reward.detail
 
 
 async def test_a_trajectory_without_its_tool_is_not_filed_as_its_servers_failure_as_well(chat_tokenizer: Any) -> None:
-    _, summary = await play(loops_of(chat_tokenizer, Gone()), engine_of(chat_tokenizer, hangs))
+    _, summary = await play(await agent_of(chat_tokenizer, Gone()), engine_of(chat_tokenizer, hangs))
 
     assert summary.failure_kinds == ("tool_unavailable",) * 3
 
 
 async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:
     with pytest.raises(EngineDeadError):
-        await play(loops_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
+        await play(await agent_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
 
 
 async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no rule"):
-        await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
+        await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
 
 
 @pytest.mark.parametrize("which", ["train", "eval"])
@@ -297,12 +304,12 @@ def test_a_row_that_is_no_code_problem_is_told_before_anything_starts(tiny_model
 
 
 async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any) -> None:
-    loops = loops_of(chat_tokenizer)
+    agent = await agent_of(chat_tokenizer)
     row = DataRow(
         messages=MESSAGES,
         data_source="taco",
         ground_truth='{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}',
-        prompt_ids=tuple(loops.prompt_ids(MESSAGES)),
+        prompt_ids=tuple(agent.prompt_ids(MESSAGES)),
     )
     said = ["```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```", "I don't know."]
     engine = engine_of(chat_tokenizer, lambda request_id, _: said[request_id.trajectory])
@@ -310,7 +317,9 @@ async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any)
     async with open_pool(SandboxConfig(), "code-row") as (sandboxes, _):
         _, summary = await run_group(
             GroupRequest(group_id=7, policy_version=0),
-            assignment_of(row, loops, AnswerRewards(weights=Weights(format=0.5)), sandboxes),
+            await prompted(problem_of_row(row, AnswerRewards(weights=Weights(format=0.5))), agent),
+            agent,
+            sandboxes=sandboxes,
             engine=engine,
             sampling=SamplingParams(max_tokens=2000),
             group_size=3,

@@ -19,6 +19,9 @@ from rayapp.core.types import RequestId, RolloutStatus, SamplingParams, Trajecto
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.problem import problem_of_row
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 
@@ -57,8 +60,12 @@ async def play(
     )
 
     try:
-        return await agent.playing("t", MESSAGES)(
-            engine=engine, sampling=SamplingParams(max_tokens=5000), request_id=RequestId("group", 0)
+        row = DataRow(messages=MESSAGES, data_source="openai/gsm8k", ground_truth="")
+        return await agent.play(
+            problem_of_row(row, AnswerRewards()),
+            engine=engine,
+            sampling=SamplingParams(max_tokens=5000),
+            request_id=RequestId("group", 0),
         )
     finally:
         await agent.close()

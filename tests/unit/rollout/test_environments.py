@@ -26,13 +26,18 @@ from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.check import check_tasks
-from rayapp.rollout.environments.agent import EnvironmentAgents, VerifiersPlayer, check_environments
+from rayapp.rollout.environments.agent import (
+    EnvironmentAgents,
+    VerifiersPlayer,
+    check_environments,
+    problem_of_environment,
+)
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.problem import prompted
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.rollout.sources import TaskGroups
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.environments.files import VerifiersEnvironment
 from rayapp.tasks.environments.verifiers import VerifiersProcess, python_with
@@ -145,7 +150,7 @@ class Bench:
 
     async def play(self, agents: EnvironmentAgents, *, number: int = 0, size: int = 1) -> Group:
         self.tasks = self.tasks or load_tasks([str(self.file)])
-        groups = TaskGroups(await agents.prompted(self.tasks), (), FakeProvider(), agents)  # type: ignore[arg-type]
+        problem = await prompted(problem_of_environment(self.tasks[number]), agents)  # type: ignore[arg-type]
         engine = ScriptedEngine(
             lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             self.tokenizer.decode,
@@ -155,7 +160,9 @@ class Bench:
         request = GroupRequest(group_id=number, policy_version=0, purpose="eval")
         group, _ = await run_group(
             request,
-            await groups.assignment(request, seed=0),
+            problem,
+            agents,
+            sandboxes=FakeProvider(),  # type: ignore[arg-type]
             engine=engine,
             sampling=SamplingParams(max_tokens=2000),
             group_size=size,

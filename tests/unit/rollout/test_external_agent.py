@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,30 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, EngineError, InputError, StaleVersionError
-from rayapp.core.types import Completion, Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import (
+    AgentStart,
+    Completion,
+    Group,
+    GroupSummary,
+    RequestId,
+    RolloutStatus,
+    SamplingParams,
+    Trajectory,
+)
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall, Tail
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.group import Assignment, run_group
+from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.sources import TaskGroups, assignment_of
+from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, prompted
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
 from support.hermes import HermesParser
 from support.stubs.server import StubServer
@@ -123,11 +133,15 @@ class Bench:
         finally:
             await agent.close()
 
-    async def play(self, assignment: Assignment, *, group_size: int = 1, engine: Any = None) -> Played:
+    async def play(
+        self, problem: Problem, agent: ExternalAgent, sandboxes: Any, *, group_size: int = 1, engine: Any = None
+    ) -> Played:
         return Played(
             *await run_group(
                 GroupRequest(group_id=3, policy_version=0),
-                assignment,
+                await prompted(problem, agent),
+                agent,
+                sandboxes=sandboxes,
                 engine=engine or self.engine(),
                 sampling=SamplingParams(max_tokens=2000),
                 group_size=group_size,
@@ -138,7 +152,7 @@ class Bench:
 
     async def row(self, agent: ExternalAgent, **options: Any) -> Played:
         async with open_pool(SandboxConfig(), "t", local=FakeProvider()) as (sandboxes, _):
-            return await self.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes), **options)
+            return await self.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes, **options)
 
 
 @pytest.fixture
@@ -206,10 +220,7 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
         open_pool(SandboxConfig(), "t") as (sandboxes, _),
         b.agent(command=command, answer_file="solution.py") as agent,
     ):
-        tasks = await agent.prompted([TASK])
-        groups = TaskGroups(tasks, (), sandboxes, agent)
-        request = GroupRequest(group_id=0, policy_version=0)
-        played = await b.play(await groups.assignment(request, seed=0), group_size=2)
+        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=2)
 
     assert played.summary.rewards.tolist() == [1.0, 1.0]
     assert played.group.trajectories[0].completion_text == "def double(x):\n    return 2 * x"
@@ -431,8 +442,12 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        played = await agent.playing("t", ROW.messages, {"../../escaped": "x"})(
-            engine=b.engine(), sampling=SamplingParams(max_tokens=2000), request_id=RequestId("group", 3, 0)
+        opening = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
+        played = await agent.play(
+            replace(problem_of_row(ROW, AnswerRewards()), opening=opening),
+            engine=b.engine(),
+            sampling=SamplingParams(max_tokens=2000),
+            request_id=RequestId("group", 3, 0),
         )
 
     assert "leads out of the agent's folder" in played.reward.detail
@@ -518,13 +533,14 @@ async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
         await ExternalAgent.open(config)
 
 
-def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
+async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config, formats, None)
 
     with pytest.raises(InputError, match="an external agent is told text alone"):
-        agent.prompt("t", [{"role": "user", "content": [{"type": "image"}]}])
+        row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
+        await agent.prompt(problem_of_row(row, AnswerRewards()))
 
 
 INSIDE = textwrap.dedent(
@@ -572,7 +588,7 @@ async def test_a_program_in_its_sandbox_that_fails_after_a_limit_is_scored_by_th
         """
     b: Bench = bench("I write it.")
     async with inside(b, text, answer_file="answer.txt", max_turns=1) as (agent, sandboxes):
-        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
 
     assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
 
@@ -586,10 +602,7 @@ async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_score
         """
     b: Bench = bench("2 * x", "x ** 2")
     async with inside(b, text, answer_file="solution.py", env={"OWN": "1"}) as (agent, sandboxes):
-        tasks = await agent.prompted([TASK])
-        request = GroupRequest(group_id=0, policy_version=0)
-        assignment = await TaskGroups(tasks, (), sandboxes, agent).assignment(request, seed=0)
-        played = await b.play(assignment, group_size=3)
+        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=3)
         assert agent._gateway.num_sessions == 0
 
     assert played.summary.rewards.tolist() == [1.0, 1.0, 1.0], played.first.reward.detail
@@ -634,10 +647,7 @@ async def test_an_agent_in_a_remote_sandbox_reaches_the_policy_and_its_sandbox_i
         remote_service(kind) as (stub, config),
         inside(b, REMOTE, config=config, command=command, answer_file="solution.py") as (agent, sandboxes),
     ):
-        tasks = await agent.prompted([TASK])
-        request = GroupRequest(group_id=0, policy_version=0)
-        assignment = await TaskGroups(tasks, (), sandboxes, agent).assignment(request, seed=0)
-        played = await b.play(assignment, group_size=2)
+        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=2)
         assert stub.boxes.num_created >= 2
 
     assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
@@ -670,7 +680,7 @@ async def test_a_remote_agent_holds_200_connections_and_each_is_answered(bench: 
         remote_service("e2b") as (_, config),
         inside(b, text, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
     ):
-        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
 
     assert played.first.agent_output.strip() == "200", played.first.reward.detail
 
@@ -692,7 +702,7 @@ async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) 
         remote_service("e2b") as (_, config),
         inside(b, kill, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
     ):
-        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
 
     assert "the relay in the sandbox has ended" in played.first.reward.detail
 
@@ -723,7 +733,7 @@ async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_rea
             port = neighbour._gateway.url.rpartition(":")[2]
             command = ["python3", "agent.py", "-", other.id, other.key, port]
             async with inside(b, text, command=command) as (agent, sandboxes):
-                played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+                played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
             assert other.tree.turns == []
 
     assert played.first.agent_output.strip() == "[404, 404, 401, 0, 0, 0, 0]", played.first.reward.detail
@@ -735,7 +745,7 @@ async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_b
     played = []
     for text in ("ask('hi'); sys.exit('no luck')", "ask('hi')\nimport time; time.sleep(60)", "pass"):
         async with inside(b, text, timeout_s=3.0) as (agent, sandboxes):
-            played.append((await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first)
+            played.append((await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first)
 
     failed, late, silent = played
     assert (failed.status, failed.reward.detail) == (
@@ -750,7 +760,7 @@ async def test_a_file_that_its_sandbox_does_not_take_is_a_failed_rollout(bench: 
     b: Bench = bench("#### 42")
     async with inside(b, "ask('hi')") as (agent, sandboxes):
         agent._files = {"../../escaped": "x"}
-        first = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+        first = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
 
     assert first.status is RolloutStatus.ERROR_TASK
     assert "../../escaped' can't be written" in first.reward.detail
@@ -778,9 +788,9 @@ async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(
         """
     b: Bench = bench("#### 42")
     async with inside(b, text) as (agent, sandboxes):
-        first = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+        first = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
         agent._files = {"agent.py": INSIDE + "ask('hi')"}
-        second = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+        second = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
 
     assert first.reward.value == second.reward.value == 1.0, (first.reward.detail, first.agent_output)
 
@@ -801,7 +811,7 @@ async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever
                 "rollout": {"max_completion_tokens": 4000},
             }
             agent = await ExternalAgent.open(Config.model_validate(values), sandboxes)
-            played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+            played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
             await agent.close()
             assert (played.first.reward.value, played.first.agent_output) == (1.0, "True\n"), played.first.reward.detail
 

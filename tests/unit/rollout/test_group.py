@@ -25,9 +25,10 @@ from rayapp.core.types import (
     SamplingParams,
 )
 from rayapp.engine.completions import whole_completion
+from rayapp.rollout.agents import OneTurn
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
-from rayapp.rollout.sources import TaskGroups
+from rayapp.rollout.problem import problem_of_task
 from rayapp.tasks.judges.judging import Judging
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
@@ -81,10 +82,11 @@ async def run(
     has_greedy_baseline: bool = False,
 ) -> tuple[Group, GroupSummary]:
     request = GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline)
-    groups = TaskGroups([(task or Task(), PROMPT)], (), sandboxes=None)  # type: ignore[arg-type]  # no task here needs any
     return await run_group(
         request,
-        await groups.assignment(request, seed=0),
+        replace(problem_of_task(task or Task()), prompt=PROMPT),
+        OneTurn(None),  # type: ignore[arg-type]  # the prompt is rendered
+        sandboxes=None,  # type: ignore[arg-type]  # no task here needs any
         engine=engine,
         sampling=SamplingParams(max_tokens=8),
         group_size=group_size,
@@ -146,7 +148,7 @@ async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_ge
     assert group.trajectories[3].status is RolloutStatus.ERROR_ENGINE
     assert (
         group.trajectories[3].reward.detail
-        == f"vLLM gave group=11/trajectory=3 up after 2 tokens (finish reason {reason})"
+        == f"vLLM ended group=11/trajectory=3 early, after 2 tokens (finish reason {reason})"
     )
     assert summary.valid.tolist() == [True, True, False, False]
     assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")
@@ -242,11 +244,12 @@ class Comparing(Judging):
 
 async def compared(engine: Engine, *, purpose: str = "group", **comparing: bool) -> Group:
     request = GroupRequest(group_id=11, policy_version=3, purpose=purpose)  # type: ignore[arg-type]  # one of two words
-    groups = TaskGroups([(Task(), PROMPT)], [(Task(), PROMPT)], sandboxes=None)  # type: ignore[arg-type]  # as above
-    assignment = await groups.assignment(replace(request, prompt=0), seed=0)
     group, _ = await run_group(
         request,
-        replace(assignment, judging=Comparing(**comparing), compares=purpose == "group"),
+        replace(problem_of_task(Task()), prompt=PROMPT),
+        OneTurn(None),  # type: ignore[arg-type]  # as above
+        sandboxes=None,  # type: ignore[arg-type]  # as above
+        judging=Comparing(**comparing),
         engine=engine,
         sampling=SamplingParams(max_tokens=8),
         group_size=4,

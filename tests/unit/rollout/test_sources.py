@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.types import Trajectory
+from rayapp.core.types import Prompt, Trajectory
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.curriculum import Curriculum
-from rayapp.rollout.group import _scored
+from rayapp.rollout.group import reward_of
 from rayapp.rollout.order import (
     ANY_VERSION,
     GroupRequest,
@@ -31,7 +31,7 @@ from rayapp.rollout.order import (
     scoring_seed,
 )
 from rayapp.rollout.recorder import Recorder
-from rayapp.rollout.sources import RunGroups, TaskGroups, open_groups
+from rayapp.rollout.sources import Sources, open_sources
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from support.stubs.judge_stub import JudgeStub
@@ -149,19 +149,19 @@ def config_of(model: Path, *sources: dict[str, Any], **sections: Any) -> Config:
 
 
 @pytest.fixture
-async def groups(tiny_model: Path, letter_tasks: list[str]) -> RunGroups:
+async def sources(tiny_model: Path, letter_tasks: list[str]) -> Sources:
     config = mixed(tiny_model, letter_tasks)
     async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), "sources") as (sandboxes, _):
-        return await open_groups(config, sandboxes)
+        return await open_sources(config, sandboxes)
 
 
 def request(group_id: int, **more: Any) -> GroupRequest:
     return GroupRequest(group_id=group_id, policy_version=ANY_VERSION, **more)
 
 
-async def test_a_group_says_which_source_it_is_of_and_has_its_settings(groups: RunGroups) -> None:
-    prompts = [(await groups.assignment(request(group_id), seed=7)).prompt for group_id in range(100)]
-    limits = [groups.config_of(request(group_id)).rollout.max_completion_tokens for group_id in range(100)]
+async def test_a_group_says_which_source_it_is_of_and_has_its_settings(sources: Sources) -> None:
+    prompts = [await prompt_of(sources, request(group_id)) for group_id in range(100)]
+    limits = [sources.of(request(group_id))[0].config.rollout.max_completion_tokens for group_id in range(100)]
 
     assert [prompt.source for prompt in prompts].count("much") == 75
     assert {(prompt.source, limit) for prompt, limit in zip(prompts, limits, strict=True)} == {
@@ -173,29 +173,29 @@ async def test_a_group_says_which_source_it_is_of_and_has_its_settings(groups: R
     assert much == [tasks[prompt_index(place, num_prompts=2, seed=7)] for place in range(75)]
 
 
-async def test_an_evaluation_takes_all_prompts_of_one_source_and_then_those_of_the_next(groups: RunGroups) -> None:
-    assert groups.num_eval_prompts == (2, 1)
+async def test_an_evaluation_takes_all_prompts_of_one_source_and_then_those_of_the_next(sources: Sources) -> None:
+    assert sources.num_eval_prompts == (2, 1)
     asked = [request(number, purpose="eval") for number in range(3)]
-    prompts = [(await groups.assignment(each, seed=7)).prompt for each in asked]
+    prompts = [await prompt_of(sources, each) for each in asked]
 
     assert [(prompt.source, prompt.task) for prompt in prompts] == [
         ("much", "first"), ("much", "second"), ("little", "first"),
     ]  # fmt: skip
-    assert [groups.config_of(each).eval.temperature for each in asked] == [1.0, 1.0, 0.0]
+    assert [sources.of(each)[0].config.eval.temperature for each in asked] == [1.0, 1.0, 0.0]
 
 
-async def test_a_prompt_that_a_curriculum_chose_is_that_of_the_only_source(groups: RunGroups) -> None:
-    only = RunGroups(groups._sources[:1], groups._groups[:1], seed=7)
+async def test_a_prompt_that_a_curriculum_chose_is_that_of_the_only_source(sources: Sources) -> None:
+    only = Sources([1.0], seed=7)
+    only.opened.append(sources.opened[0])
 
-    drawn = (await only.assignment(request(9, prompt=1), seed=7)).prompt
+    drawn = await prompt_of(only, request(9, prompt=1))
     assert drawn.task == ("first", "second")[prompt_index(1, num_prompts=2, seed=7)]
-    assert isinstance(only._groups[0], TaskGroups)
 
 
-async def test_a_source_that_a_curriculum_chose_is_taken_and_not_the_one_whose_turn_it_is(groups: RunGroups) -> None:
+async def test_a_source_that_a_curriculum_chose_is_taken_and_not_the_one_whose_turn_it_is(sources: Sources) -> None:
     asked = [request(group_id, source=1) for group_id in range(5)]
 
-    assert {(await groups.assignment(each, seed=7)).prompt.source for each in asked} == {"little"}
+    assert {(await prompt_of(sources, each)).source for each in asked} == {"little"}
 
 
 def curriculum_of(config: Config) -> Curriculum:
@@ -265,21 +265,28 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
             run={"output_dir": str(tmp_path)},
         )
         async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), "sources") as (sandboxes, _):
-            groups = await open_groups(config, sandboxes)
+            sources = await open_sources(config, sandboxes)
             assert len(stub.bodies) == 1
             found = {}
             for group_id in range(2):
-                assignment = await groups.assignment(request(group_id), seed=7)
-                found[assignment.prompt.source] = await _scored(assignment, said("aaaa"))
-            await groups.close()
+                source, placed = sources.of(request(group_id))
+                problem = await source.problem(placed, seed=7)
+                reward = await reward_of(problem, said("aaaa"), sandboxes, seed=0, judging=source.judging)
+                found[problem.prompt.source] = reward
+            await sources.close()
             stub.said = "prose"
             with pytest.raises(ConfigError, match="judge q answered no JSON: 'prose'"):
-                await open_groups(config, sandboxes)
+                await open_sources(config, sandboxes)
 
     plain, judged = found["plain"], found["judged"]
     assert judged.value == pytest.approx(0.5 * plain.value + 2.0 * 0.4)
     assert not any(name.startswith("judge") for name in plain.terms)
     assert "write" in stub.bodies[1]["messages"][1]["content"]
+
+
+async def prompt_of(sources: Sources, asked: GroupRequest) -> Prompt:
+    source, placed = sources.of(asked)
+    return (await source.problem(placed, seed=7)).prompt
 
 
 def said(text: str) -> Trajectory:

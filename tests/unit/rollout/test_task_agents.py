@@ -20,12 +20,12 @@ from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agents import TaskAgents
+from rayapp.rollout.agents import LoopAgent
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.problem import problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits
-from rayapp.rollout.sources import TaskGroups
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
@@ -108,20 +108,26 @@ class Bench:
                 make_parser=lambda *_: HermesParser(),
             )
 
-        agents = TaskAgents(make_loop, max_prompt_tokens=8000, weights=Weights(tool=tool_weight))
-        groups = TaskGroups(await agents.prompted([task]), (), self.sandboxes, agents)
+        agent = LoopAgent(make_loop)
+        problem = await prompted(problem_of_task(task, Weights(tool=tool_weight)), agent)
         request = GroupRequest(group_id=7, policy_version=0)
 
         def said(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
             return say(request_id.trajectory, request_id.turn)
 
         engine = ScriptedEngine(self.encode, self.tokenizer.decode, said, end_id=self.tokenizer.eos_token_id)
-        assignment = await groups.assignment(request, seed=0)
-        sampling = SamplingParams(max_tokens=50_000)
         group, summary = await run_group(
-            request, assignment, engine=engine, sampling=sampling, group_size=group_size, seed=0, deadline_s=deadline_s
+            request,
+            problem,
+            agent,
+            sandboxes=self.sandboxes,
+            engine=engine,
+            sampling=SamplingParams(max_tokens=50_000),
+            group_size=group_size,
+            seed=0,
+            deadline_s=deadline_s,
         )
-        await groups.close()
+        await agent.close()
         return Played(group, summary)
 
     def encode(self, text: str) -> list[int]:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,12 +27,12 @@ from rayapp.core.names import giving
 from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agents import agent_loops
-from rayapp.rollout.environments.agent import ScenePlayer, SceneTool, environment_reward
-from rayapp.rollout.group import Assignment, run_group
+from rayapp.rollout.agents import LoopAgent, OneTurn, Player
+from rayapp.rollout.environments.agent import ScenePlayer, SceneTool, problem_of_environment
+from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.problem import Agent, Problem, problem_of_row, problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
-from rayapp.rollout.sources import TaskGroups, assignment_of
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
@@ -144,6 +145,10 @@ class Judges(Judging):
         super().__init__({}, RewardSection())
         self.act, self.is_comparing = act, compares
 
+    @property
+    def compares(self) -> bool:
+        return self.is_comparing
+
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
         is_hostile = "bad" in completion_text and not self.is_comparing
         return replace(verdict, value=self.act() if is_hostile else 1.0)
@@ -183,6 +188,13 @@ class Stage:
         yield Scene(self.act, self.where)
 
 
+@dataclass(frozen=True)
+class Asked:
+    problem: Problem
+    agent: Agent
+    judging: Judging | None = None
+
+
 class Bench:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -192,58 +204,64 @@ class Bench:
         limits = AgentLimits(max_response_tokens=2000)
         return AgentLoop(chat=self.chat, parser=HermesParser(), tools=ToolSet(tools), limits=limits)
 
-    async def task(self, act: Act) -> Assignment:
+    async def task(self, act: Act) -> Asked:
         task = OwnTask(act)
-        groups = TaskGroups([(task, task.render(None))], (), sandboxes=None)  # type: ignore[arg-type]  # needs none
-        return await groups.assignment(GroupRequest(group_id=0, policy_version=0), seed=0)
+        agent = OneTurn(None)  # type: ignore[arg-type]  # needs none
+        return Asked(await prompted(problem_of_task(task), agent), agent)
 
-    async def custom(self, act: Act) -> Assignment:
+    async def custom(self, act: Act) -> Asked:
         def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
             return act() if "bad" in solution_str else 1.0
 
         with giving({"python:score": score}):
             custom = CustomReward(path="python:score")
             custom.load()
-        return self.row(AnswerRewards(custom=custom))
+        return await self.row(AnswerRewards(custom=custom))
 
-    def row(self, rewards: AnswerRewards, *tools: ToolBase) -> Assignment:
+    async def row(self, rewards: AnswerRewards, *tools: ToolBase) -> Asked:
         row = DataRow(messages=MESSAGES, data_source="openai/gsm8k", ground_truth="1", prompt_ids=self.prompt_ids)
-        return assignment_of(row, agent_loops(self.loop(*tools)), rewards, None)  # type: ignore[arg-type]
 
-    async def judged(self, act: Act, *, compares: bool) -> Assignment:
-        row = self.row(AnswerRewards())
-        return replace(row, judging=Judges(act, compares=compares), compares=compares)
+        async def make_loop(brought: tuple[str, ...]) -> AgentLoop:
+            return self.loop(*tools)
 
-    async def tool(self, act: Act, where: str) -> Assignment:
-        return self.row(AnswerRewards(weights=Weights(tool=1.0, tool_verdict=1.0)), Hostile(act, where))
+        agent = LoopAgent(make_loop)
+        return Asked(await prompted(problem_of_row(row, rewards), agent), agent)
 
-    async def player(self, act: Act) -> Assignment:
+    async def judged(self, act: Act, *, compares: bool) -> Asked:
+        return replace(await self.row(AnswerRewards()), judging=Judges(act, compares=compares))
+
+    async def tool(self, act: Act, where: str) -> Asked:
+        return await self.row(AnswerRewards(weights=Weights(tool=1.0, tool_verdict=1.0)), Hostile(act, where))
+
+    async def player(self, act: Act) -> Asked:
         """A plug-in that plays with the process's loop, and is hostile if the policy said "bad"."""
         loop = self.loop(Hostile(raising(KeyError()), "nowhere"))
 
-        async def play(**asked: Any) -> Any:
-            played = await loop.run(AgentPrompt(token_ids=self.prompt_ids), **asked)
+        async def run(prompt: AgentPrompt, **asked: Any) -> Any:
+            played = await loop.run(prompt, **asked)
             if "bad" not in played.completion_text:
                 return played
             found = act()
             return found if found is None or isinstance(found, str) else replace(played, tool_rewards={"x": found})
 
-        return replace(self.row(AnswerRewards()), play=play)
+        asked = await self.row(AnswerRewards())
+        cast(LoopAgent, asked.agent)._players["tool_agent", ()] = cast(Player, SimpleNamespace(run=run))
+        return asked
 
-    async def environment(self, act: Act, where: str) -> Assignment:
+    async def environment(self, act: Act, where: str) -> Asked:
         environment = OpenEnvEnvironment.model_validate(
             {"name": "e", "folder": ".", "environment": "openenv", "url": "http://e"}
         )
         task = EnvironmentTask(environment=environment, index=0, messages=MESSAGES)
         loop = self.loop(SceneTool(Hostile.schema, timeout_s=30.0))
         player = ScenePlayer(Stage(act, where), loop, max_prompt_tokens=1000)
-        return Assignment(prompt=player.prompt(task), play=player.play(task), truth=environment_reward)
+        return Asked(await prompted(problem_of_environment(task), player), player)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
         return tuple(self.chat.prompt_ids(MESSAGES))
 
-    async def play(self, assignment: Assignment) -> tuple[Trajectory, ...]:
+    async def play(self, asked: Asked) -> tuple[Trajectory, ...]:
         def said(request_id: RequestId, ids: Sequence[int]) -> str:
             place = request_id.trajectory
             text = "bad" if place == BAD else "good"
@@ -259,7 +277,10 @@ class Bench:
         )
         group, summary = await run_group(
             GroupRequest(group_id=0, policy_version=0),
-            assignment,
+            asked.problem,
+            asked.agent,
+            sandboxes=None,  # type: ignore[arg-type]  # needs none
+            judging=asked.judging,
             engine=engine,
             sampling=SamplingParams(max_tokens=500),
             group_size=3,
