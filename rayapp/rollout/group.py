@@ -82,13 +82,13 @@ async def run_group(
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        seat = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
+        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
 
         async def scored() -> Trajectory:
-            played = await guarded(lambda: _played(agent, problem, seat), _failed_play)
+            played = await guarded(lambda: _played(agent, problem, place), _failed_play)
             return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
 
-        played = await _in_time(scored, seat, prompt, play_s)
+        played = await _in_time(scored, place, prompt, play_s)
         if played.turns:
             return played
         return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
@@ -102,7 +102,7 @@ async def run_group(
 
 
 async def _in_time(
-    scored: Callable[[], Awaitable[Trajectory]], seat: _CohortPlace, prompt: Prompt, deadline_s: float
+    scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
     """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
     try:
@@ -110,9 +110,9 @@ async def _in_time(
             if not prompt.token_ids.size:
                 # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
                 # call.
-                await seat.fill()
+                await place.fill()
             played = await scored()
-        await seat.fill()
+        await place.fill()
         return played
     except (StaleVersionError, EngineDeadError):
         # The server failed, not this trajectory: the whole group is sampled again on another server.
@@ -121,11 +121,11 @@ async def _in_time(
         # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
-        await seat.fill()
+        await place.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
-        await seat.fill()
+        await place.fill()
         return failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
 
 
@@ -139,9 +139,9 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(agent: Agent, problem: Problem, seat: _CohortPlace) -> Trajectory:
+async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
     """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
-    played: object = await agent.play(problem, engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+    played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
