@@ -257,3 +257,16 @@ def test_odd_scripts_are_refused_without_a_traceback(tmp_path: Path) -> None:
         noise = "".join(generator.choice("${}()[]'\"\\;|&<>#\n a=1") for _ in range(generator.randrange(6)))
         with contextlib.suppress(ConfigError):
             read_script(script(tmp_path, SCRIPT[:at] + noise + SCRIPT[at + length :]), {"HOME": "/h"})
+
+
+def test_files_that_are_cut_off_or_no_text_are_refused_without_a_traceback(tmp_path: Path) -> None:
+    generator = random.Random(7)
+    whole = SCRIPT.encode()
+    for _ in range(60):
+        data = bytearray(whole[: generator.randrange(1, len(whole))])
+        for _ in range(generator.randrange(20)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        for name in ("run.sh", "file.yaml"):
+            (tmp_path / name).write_bytes(bytes(data))
+            with contextlib.suppress(ConfigError):
+                import_verl(tmp_path / name)
