@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import WRONG_TOKEN, ConfigError, first_line
+from rayapp.core.errors import WRONG_TOKEN, ConfigError, RayappError, first_line
 from rayapp.core.logs import hand_over, label_logs
 
 log = logging.getLogger(__name__)
@@ -107,16 +107,17 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
-    with _own_sigterm():
-        context, is_own = _connect(config)
-    hand_over()
-    label_logs(config.run.name)
-    try:
-        session = RayConnection(dashboard_url=context.dashboard_url or "", is_own=is_own)
-        report(session.dashboard_line())
-        yield session
-    finally:
-        ray.shutdown()
+    with _messages_of_raylets_logged():
+        with _own_sigterm():
+            context, is_own = _connect(config)
+        hand_over()
+        label_logs(config.run.name)
+        try:
+            session = RayConnection(dashboard_url=context.dashboard_url or "", is_own=is_own)
+            report(session.dashboard_line())
+            yield session
+        finally:
+            ray.shutdown()
 
 
 def _connect(config: Config) -> tuple[Any, bool]:
@@ -147,7 +148,16 @@ def _connect(config: Config) -> tuple[Any, bool]:
             "object_store_memory": cluster.object_store_mib * MIB,
             "include_dashboard": None if cluster.dashboard else False,  # None: if its packages are installed
         }
-        return ray.init(address="local", **own, **common), True
+        try:
+            return ray.init(address="local", **own, **common), True
+        except Exception as error:  # Ray's class for it
+            if "timed out during startup" not in str(error):
+                raise
+            load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+            raise RayappError(
+                f"Ray did not start within its 30 s; {load}. Run this again when less runs here, or start Ray before: "
+                "`ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+            ) from None
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -262,6 +272,29 @@ def _address_of_ray_start() -> str:
     except (OSError, ValueError):
         return ""
     return address
+
+
+@contextmanager
+def _messages_of_raylets_logged() -> Iterator[None]:
+    """Log as errors what raylets tell the driver of processes that died.
+
+    Ray prints these messages in colour on the driver's stdout, several lines for each process, even with
+    log_to_driver=False. `ray.init` has no option for it.
+    """
+    from ray._private import worker
+
+    def log_or_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        # Lines of log files, which log_to_driver asks for, come with a node's address.
+        if data["pid"] == "raylet" and "ip" not in data:
+            worker.logger.error("%s", "\n".join(data["lines"]))
+        else:
+            theirs(data, *args, **options)
+
+    theirs, worker.print_to_stdstream = worker.print_to_stdstream, log_or_print
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = theirs
 
 
 @contextmanager

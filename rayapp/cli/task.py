@@ -37,7 +37,9 @@ def _group() -> None:
 def audit(
     tasks: Annotated[
         list[str],
-        typer.Argument(metavar="TASK", help="Shipped task, .yaml or .py file, .parquet file of rows, benchmark:NAME"),
+        typer.Argument(
+            metavar="TASK", help="Shipped task, .yaml or .py file, data file (.parquet, .jsonl, .json), benchmark:NAME"
+        ),
     ],
     runs: Annotated[
         int, typer.Option(min=1, help="Times to score the solution, and times to score an empty answer")

@@ -155,6 +155,22 @@ class RolloutCorrectionSection(FrozenModel):
         return self.threshold if self.min_weight is None else f"{self.min_weight}_{self.threshold}"
 
 
+class KlInRewardSection(FrozenModel):
+    """A KL to the frozen reference that is taken from the reward of every token, as in RLHF."""
+
+    coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    """Reward that a token loses per nat of KL; with `control: adaptive` the first coefficient. 0: none."""
+    type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
+    """Estimator of a token's KL, by verl's names: k1, k2 and k3 as in Schulman's note; abs is the absolute value of
+    k1."""
+    control: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: after each step the coefficient moves so that the KL comes closer to `target_kl`."""
+    target_kl: float = Field(0.1, gt=0.0, allow_inf_nan=False)
+    """For adaptive: mean KL per token to aim for."""
+    horizon: int = Field(10000, ge=1)
+    """For adaptive: trajectories over which the coefficient changes by a fifth at most."""
+
+
 class DynamicSamplingSection(FrozenModel):
     """DAPO's dynamic sampling: groups that teach nothing are replaced."""
 
@@ -222,12 +238,23 @@ class AlgorithmSection(FrozenModel):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "low_var_kl+", "abs+"] = "k3"
     """Estimator of the KL: k1, k2 and k3 as in Schulman's note; low_var_kl is verl's name for k3; abs is the absolute
     log-ratio. With a `+`, the gradient is that of k2, which is unbiased."""
+    kl_in_reward: KlInRewardSection = KlInRewardSection()
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the policy's entropy, which the loss rewards. Entropy is measured every step, also with weight 0."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     curriculum: CurriculumSection = CurriculumSection()
     overlong: OverlongSection = OverlongSection()
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the learners hold the frozen reference."""
+        return self.kl_loss_coef > 0 or self.kl_in_reward.coef > 0
+
+    @property
+    def scores_before_advantages(self) -> bool:
+        """True if advantages follow from log-probs, so that trajectories are scored before it is known which count."""
+        return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0
 
     @model_validator(mode="after")
     def _loss_reads_its_options(self) -> Self:

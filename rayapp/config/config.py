@@ -27,7 +27,13 @@ from rayapp.config.agent import (
     filled_in,
     is_data_file,
 )
-from rayapp.config.algorithm import NEEDS_NO_GROUP, AlgorithmSection
+from rayapp.config.algorithm import (
+    BATCH_COUPLED_LOSSES,
+    NEEDS_GREEDY_BASELINE,
+    NEEDS_LOG_PROBS,
+    NEEDS_NO_GROUP,
+    AlgorithmSection,
+)
 from rayapp.config.base import FrozenModel
 from rayapp.config.learner import LearnerSection
 from rayapp.config.other_models import SCHEME, DistillationSection, JudgeSection, ModelServerSection, server_named
@@ -107,6 +113,22 @@ class Config(FrozenModel):
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if advantages compare the trajectories of a group, so that one alone has none."""
+        return self.algorithm.adv_estimator not in NEEDS_NO_GROUP and self.distillation.reward_weight > 0
+
+    @property
+    def scores_old_log_probs(self) -> bool:
+        """True if old log-probs take a forward pass of their own; otherwise the update gives them itself."""
+        algorithm = self.algorithm
+        return (
+            self.train.num_minibatches > 1
+            or algorithm.policy_loss in BATCH_COUPLED_LOSSES
+            or algorithm.adv_estimator in NEEDS_LOG_PROBS
+            or (algorithm.kl_in_reward.coef > 0 and algorithm.policy_loss != "bypass_mode")
+        )
 
     @property
     def group_deadline_s(self) -> float:
@@ -192,7 +214,7 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
 
 def frozen_models(config: Config) -> dict[str, Config]:
     """Return name -> config to load it by, of the frozen models that learners hold beside the policy."""
-    models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
+    models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
         models["teacher"] = with_values(config, model={"path": section.teacher, "max_position_embeddings": None})
@@ -313,6 +335,8 @@ def _check_agreement(config: Config) -> None:
     _sequence_fits_microbatch(config)
     _warmup_fits(config)
     _dapo_fits(config)
+    _groups_suffice(config)
+    _kl_in_reward_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
 
@@ -441,6 +465,11 @@ def _source_has_judges(source: Source, judges: Mapping[str, JudgeSection]) -> No
                 f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
                 "ask this judge about rows of data."
             )
+        if judge.kind == "pairwise" and source.config.rollout.group_size < 2:
+            raise ValueError(
+                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, and "
+                "rollout.group_size is 1. Raise that, or use another kind."
+            )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
@@ -491,6 +520,40 @@ def _dapo_fits(config: Config) -> None:
         raise ValueError(
             f"algorithm.dynamic_sampling drops groups of equal rewards, which teach {estimator} something: its "
             "baseline is not the mean of the group's rewards. Turn it off, or use grpo."
+        )
+
+
+def _groups_suffice(config: Config) -> None:
+    estimator, size = config.algorithm.adv_estimator, config.rollout.group_size
+    if size > 1:
+        return
+    if estimator in NEEDS_GREEDY_BASELINE:
+        raise ValueError(
+            f"rollout.group_size is 1, and the last trajectory of a group is the greedy baseline of {estimator}: none "
+            "would be trained on. Use 2 or more."
+        )
+    if config.compares_groups:
+        raise ValueError(
+            f"rollout.group_size is 1, and algorithm.adv_estimator {estimator} compares the trajectories of a group: "
+            "no advantage would be left. Use 2 or more, or algorithm.adv_estimator: reinforce_plus_plus."
+        )
+
+
+def _kl_in_reward_fits(config: Config) -> None:
+    section, algorithm = config.algorithm.kl_in_reward, config.algorithm
+    if section.coef == 0:
+        return
+    if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
+        raise ValueError(
+            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads the terms of algorithm.gdpo_reward_terms "
+            "and never this KL. Use algorithm.kl_loss_coef, or another estimator."
+        )
+    sequences = config.train.groups_per_step * config.rollout.group_size
+    if section.control == "adaptive" and sequences >= 5 * section.horizon:
+        raise ValueError(
+            f"algorithm.kl_in_reward.horizon is {section.horizon}, but a step has train.groups_per_step x "
+            f"rollout.group_size = {sequences} trajectories, which could move the coefficient by 0.2 x {sequences} / "
+            f"{section.horizon} of itself, to 0 or below. Use a horizon above {sequences // 5}."
         )
 
 

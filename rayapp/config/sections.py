@@ -78,8 +78,9 @@ class ModelSection(FrozenModel):
 class RolloutSection(FrozenModel):
     """How groups of trajectories are sampled."""
 
-    group_size: int = Field(16, ge=2)
-    """Trajectories sampled for each prompt (G). Advantages compare them with each other, so there are at least two."""
+    group_size: int = Field(16, ge=1)
+    """Trajectories sampled for each prompt (G). Advantages compare them with each other; with remax the last one is the
+    greedy baseline. 1 is allowed where nothing compares: with reinforce_plus_plus, or distillation without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
     or dropped instead (data.truncation, data.filter_overlong_prompts)."""

@@ -36,6 +36,12 @@ class TrainItem:
     """(R,), one for each of its R response tokens."""
 
     @property
+    def rollout_log_probs(self) -> FloatArray:
+        """Log-probs (R,) of the response tokens that the engine reported."""
+        chosen: FloatArray = self.trajectory.rollout_log_probs[self.trajectory.response_mask]
+        return chosen
+
+    @property
     def num_inputs(self) -> int:
         """Tokens that the model reads without shared prefixes: all but the last response token, only a target."""
         return sum(branch.size for branch in inputs_of(self))
@@ -262,8 +268,7 @@ def advantages_of(batch: MicroBatch) -> Tensor:
 
 def rollout_log_probs_of(batch: MicroBatch) -> Tensor:
     """Return the engine's log-probs (B, T) float32."""
-    rows = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in batch.items]
-    return stack_rows(rows, batch.mask.shape[1])
+    return stack_rows([item.rollout_log_probs for item in batch.items], batch.mask.shape[1])
 
 
 def stack_rows(rows: Sequence[FloatArray], width: int) -> Tensor:

@@ -40,6 +40,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
+        kl_coef=config.algorithm.kl_in_reward.coef,
         verdicts=None
         if told.privileged == "none"
         else VerdictReader(load_tokenizer(config), told.max_privileged_tokens),

@@ -120,9 +120,9 @@ def step_metrics(
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Return the share of groups whose trained rewards are all equal, so that they teach nothing; 0 without groups."""
+    """Return the share of groups of several trained trajectories with equal rewards, which teach nothing; 0 if none."""
     equal = [
-        float(np.ptp(table.rewards[chosen]) == 0.0)
+        float(np.ptp(table.rewards[chosen]) == 0.0 and chosen.sum() > 1)
         for group in range(table.num_groups)
         if (chosen := (table.group == group) & table.trained).any()
     ]

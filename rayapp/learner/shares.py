@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, BATCH_COUPLED_LOSSES, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -92,10 +92,12 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """Return whether the group will be computed: not if its trajectories have equal rewards."""
+    """Return False if the group's gradient is known to be zero: its rewards are equal, and nothing else counts."""
     estimator = config.algorithm.adv_estimator
-    looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP, *NEEDS_LOG_PROBS)
-    if pulls_at_zero_advantage(config) or estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
+    looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
+    if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
+        return True
+    if config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
         return True
     rewards = summary.rewards[summary.valid.astype(bool)]
     return bool(rewards.size) and bool(np.ptp(rewards) > 0)

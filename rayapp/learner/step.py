@@ -23,7 +23,7 @@ from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
-from rayapp.learner.algo.advantages import AdvantageInputs, response_mask
+from rayapp.learner.algo.advantages import AdvantageInputs, kl_penalty_of, response_mask, token_kl
 from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
 from rayapp.learner.algo.losses import (
     LossRows,
@@ -60,6 +60,7 @@ from rayapp.learner.step_plan import (
     minibatch_of,
     needs_computing,
     row_advantages,
+    zero_advantages,
 )
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class PolicyLearner:
     """Models that are not trained, by their names in `frozen_models`."""
     verdicts: VerdictReader | None = None
     """Puts the verdict before the prompt that the teacher reads; None: the teacher reads the policy's prompt."""
+    kl_coef: float = 0.0
+    """Coefficient of the KL in the reward at the next step; algorithm.kl_in_reward.coef at the first."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
@@ -163,8 +166,6 @@ class RowScores:
     """Scores of one trajectory's R response tokens, each (R,)."""
 
     log_probs: FloatArray
-    rollout_log_probs: FloatArray
-    """Log-probs that the engine reported."""
     entropy: FloatArray
     sum_pi_squared: FloatArray
 
@@ -199,6 +200,7 @@ class _Step:
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, FloatArray]] = {}
         """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
+        self.kl_metrics: dict[str, float] = {}
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -206,7 +208,6 @@ class _Step:
         with self.watch("prepare"):
             table = make_table(self.summaries, self.config)
         items = self._items(table)
-        self._score_first(items)
         minibatches = minibatch_of(table, self.config.train.num_minibatches)
         for number in range(self.config.train.num_minibatches):
             chosen = minibatches == number
@@ -217,53 +218,73 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        """This rank's trajectories whose gradient is not known to be zero."""
+        """Return this rank's trajectories whose gradient is not known to be zero, and score them."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
             log.warning("step %d leaves out groups %s: they have rewards that are not finite", self.number, bad)
-        if self.algorithm.adv_estimator in NEEDS_LOG_PROBS:
-            self._score_all(table)
+        scored: list[TrainItem] = []
+        if self.algorithm.scores_before_advantages:
+            scored = local_items(table, zero_advantages(table), self.shares, self.groups)
+            self._score(scored)
         with self.watch("prepare"):
-            inputs = self._advantage_inputs(table)
+            inputs = self._advantage_inputs(table, scored)
             advantages = row_advantages(table, inputs, self.config)
             in_loss = {int(row): advantages[int(row)] for row in table.loss_rows}
             items = local_items(table, in_loss, self.shares, self.groups)
-            return [item for item in items if needs_computing(item, self.config)]
+            items = [item for item in items if needs_computing(item, self.config)]
+        if not self.algorithm.scores_before_advantages:
+            self._score(items)
+        return items
 
-    def _score_all(self, table: StepTable) -> None:
-        """Score all trained trajectories, for estimators whose baseline weighs tokens by their probabilities."""
-        nothing = {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
-        items = local_items(table, nothing, self.shares, self.groups)
-        with self.watch("old_log_probs"):
-            self.old = self.learner.score(
-                items, self.learner.model, self.learner.head_options(needs_sum_pi_squared=True)
-            )
+    def _advantage_inputs(self, table: StepTable, scored: Sequence[TrainItem]) -> AdvantageInputs:
+        """Return the estimator's inputs. Collective.
 
-    def _advantage_inputs(self, table: StepTable) -> AdvantageInputs:
+        Args:
+            scored: this rank's trained rows, if `scores_before_advantages`.
+        """
         inputs = advantage_inputs(table, self.summaries, self.config)
+        if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
+            inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
         if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             return inputs
-        scores = {row: score for part in self.learner.ranks.gather_data(self.old) for row, score in part.items()}
-        width = int(table.num_response_tokens[table.trained].max(initial=1))
-        rows = [scores[int(row)] for row in table.trained_rows]
-        old = stack_rows([row.log_probs for row in rows], width)
-        rollout = stack_rows([row.rollout_log_probs for row in rows], width)
+        old = self._over_ranks(table, {row: scores.log_probs for row, scores in self.old.items()})
+        squares = self._over_ranks(table, {row: scores.sum_pi_squared for row, scores in self.old.items()})
+        rollout = self._over_ranks(table, {item.row: item.rollout_log_probs for item in scored})
         mask = response_mask(inputs.num_response_tokens)
-        return replace(
-            inputs,
-            old_log_probs=old,
-            sum_pi_squared=stack_rows([row.sum_pi_squared for row in rows], width),
-            is_weights=correction_weights(old, rollout, mask, self.algorithm) if rows else None,
-        )
+        weights = correction_weights(old, rollout, mask, self.algorithm) if len(inputs.rewards) else None
+        return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
-    def _score_first(self, items: Sequence[TrainItem]) -> None:
+    def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
+        """Return the reward that each token of the trained rows loses (B, T), and move the coefficient on. Collective.
+
+        In bypass mode the engine's log-probs are the old ones, as in its loss.
+        """
+        learner, section, reference = self.learner, self.algorithm.kl_in_reward, self.frozen["reference"]
+        is_bypass = self.algorithm.policy_loss == "bypass_mode"
+        old = {item.row: item.rollout_log_probs if is_bypass else self.old[item.row].log_probs for item in scored}
+        kl = self._over_ranks(table, {row: token_kl(own, reference[row], section) for row, own in old.items()})
+        penalty = kl_penalty_of(kl, table.num_response_tokens[table.trained], learner.kl_coef, section)
+        self.kl_metrics = {
+            "learner/reward_kl_penalty": penalty.mean_kl,
+            "learner/reward_kl_penalty_coeff": learner.kl_coef,
+        }
+        learner.kl_coef = penalty.next_coef
+        return penalty.rewards
+
+    def _over_ranks(self, table: StepTable, own: Mapping[int, FloatArray]) -> Tensor:
+        """Return a number for each token of all trained rows (B, T), of which this rank has its `own`. Collective."""
+        rows = {row: values for part in self.learner.ranks.gather_data(own) for row, values in part.items()}
+        width = int(table.num_response_tokens[table.trained].max(initial=1))
+        return stack_rows([rows[int(row)] for row in table.trained_rows], width)
+
+    def _score(self, items: Sequence[TrainItem]) -> None:
         """Compute the log-probs that the update itself does not give: old log-probs, and log-probs of frozen models."""
         learner = self.learner
-        needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
         # Scoring is collective, so all ranks must decide alike: by the config. `self.old` is empty on a rank that was
         # dealt only failed groups.
-        if needs_old and self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+        if self.config.scores_old_log_probs:
             with self.watch("old_log_probs"):
-                self.old = learner.score(items, learner.model, learner.head_options())
+                options = learner.head_options(needs_sum_pi_squared=self.algorithm.adv_estimator in NEEDS_LOG_PROBS)
+                self.old = learner.score(items, learner.model, options)
         if "reference" in learner.frozen:
             with self.watch("ref"):
                 self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
@@ -406,7 +427,7 @@ class _Step:
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
         """Add the KL losses and the entropy bonus, as far as they are configured."""
-        if rows.ref_log_probs is not None:
+        if self.algorithm.kl_loss_coef > 0:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:
             assert rows.teacher_kl is not None
@@ -428,7 +449,7 @@ class _Step:
             self.row_facts[item.row] = RowFacts(
                 log_probs=log_probs[i, :size],
                 old_log_probs=old[i, :size],
-                rollout_log_probs=item.trajectory.rollout_log_probs[item.trajectory.response_mask],
+                rollout_log_probs=item.rollout_log_probs,
                 entropy=entropy[i, :size],
                 ref_log_probs=None if ref is None else ref[i, :size],
                 teacher_kl=None if teacher_kl is None else teacher_kl[i, :size],
@@ -450,7 +471,7 @@ class _Step:
         for part in learner.ranks.gather_data(self.row_facts):
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
-        metrics = step_metrics(micro, rows, table, self.config.distillation) | self._agreement()
+        metrics = step_metrics(micro, rows, table, self.config.distillation) | self._agreement() | self.kl_metrics
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),
             "learner/groups_not_finite": float(sum(not has_finite_rewards(summary) for summary in self.summaries)),
@@ -465,7 +486,6 @@ def _by_row(batch: MicroBatch, scores: TokenScores) -> dict[int, RowScores]:
     return {
         item.row: RowScores(
             log_probs=log_probs[i, : item.advantages.size],
-            rollout_log_probs=item.trajectory.rollout_log_probs[item.trajectory.response_mask],
             entropy=entropy[i, : item.advantages.size],
             sum_pi_squared=squares[i, : item.advantages.size],
         )

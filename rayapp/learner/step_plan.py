@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import FloatArray, Group, GroupSummary, RolloutStatus
@@ -53,7 +53,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     """Make the table of the step and mark the trajectories to train on.
 
     Not trained are invalid trajectories, the greedy baseline of remax, groups with a reward that is not finite, and
-    trajectories that are alone in their group if the estimator compares within groups.
+    trajectories that are alone in their group if advantages compare groups.
     """
     estimator = config.algorithm.adv_estimator
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
@@ -62,7 +62,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
             # The greedy trajectory is the group's baseline: without its verdict the others can't be judged.
             valid[:] = valid & valid[-1]
             valid[-1] = False
-        if estimator not in NEEDS_NO_GROUP and valid.sum() < 2:
+        if config.compares_groups and valid.sum() < 2:
             valid[:] = False
     sizes = [summary.rewards.size for summary in summaries]
     overlong = np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
@@ -102,8 +102,15 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
     rows = table.trained_rows
     if rows.size == 0:
         return {}
+    if config.distillation.reward_weight == 0:
+        return zero_advantages(table)
     advantages = compute_advantages(inputs, config.algorithm).numpy() * config.distillation.reward_weight
     return {int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)}
+
+
+def zero_advantages(table: StepTable) -> dict[int, FloatArray]:
+    """Return advantages (R_i,) of zero for the trained rows, by row number."""
+    return {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:

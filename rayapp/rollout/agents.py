@@ -36,7 +36,7 @@ TOOL_AGENT, SINGLE_TURN_AGENT = AGENTS
 
 
 class Player(Protocol):
-    """Plays prompts: `AgentLoop`, or what a plug-in makes of one."""
+    """Plays prompts: an `AgentLoop`, or the object that a plug-in made from one."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
@@ -87,7 +87,7 @@ def without_tools(tool_agent: AgentLoop) -> AgentLoop:
 
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
-    """Raises InputError for a name that is no loop's."""
+    """Check a loop's name. Raises InputError: there is no loop of this name."""
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
@@ -97,7 +97,7 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
-    """One prompt per task, in the order of `config.tasks`.
+    """Return one prompt per task, in the order of `config.tasks`.
 
     Raises:
         InputError: a prompt is longer than rollout.max_prompt_tokens.
@@ -109,7 +109,7 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
 
 
 def check_length(prompts: Sequence[Prompt], limit: int) -> None:
-    """Raises InputError for a prompt that is longer than rollout.max_prompt_tokens."""
+    """Check lengths. Raises InputError: a prompt is longer than rollout.max_prompt_tokens."""
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
@@ -127,7 +127,7 @@ class LoopAgent:
     """Plays with agent loops: problems that bring the same tools share one, whose prompts list these tools."""
 
     make_loop: OpenLoop
-    """Called once for each set of tools."""
+    """Makes a loop; called once for each set of tools."""
     default: str = TOOL_AGENT
     """Agent of problems that name none."""
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
@@ -136,7 +136,7 @@ class LoopAgent:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
-        """With the run's settings and tool file."""
+        """Make it with the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
@@ -205,7 +205,7 @@ class LoopAgent:
         return self._players[key]
 
     async def close(self) -> None:
-        """End what the tools hold."""
+        """Close the tools' resources."""
         for loop in self._loops.values():
             await loop.tools.close()
 

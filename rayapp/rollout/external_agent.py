@@ -1,10 +1,10 @@
-"""External agents: a program or an async function of the user's plays each trajectory, through the gateway.
+"""External agents: a user's program or async function plays each trajectory, through the gateway.
 
     messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory, its answer
 
-One for each source of a rollout worker that is played so. The verdict is the task's or the data row's, as for any
-agent. A limit (tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status.
-A program that fails by itself is a failed rollout, unless `on_failure` is score, as is one that never asks the policy.
+One per source of a rollout worker that uses one. The task or the data row gives the verdict, as for any agent. A limit
+(tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status. If a program
+fails, its trajectory fails, unless `on_failure` is score; if it never calls the policy, the trajectory always fails.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ExternalAgent:
     """See the module; `open` one, and `close` it.
 
     Args:
-        config: of the source.
-        formats: the model's.
+        config: config of the source.
+        formats: chat formats of the model.
         entry: the user's function; None runs the command.
-        sandboxes: where programs run, with `agent.external.inside`.
-        files: the agent's own, by relative path.
+        sandboxes: source of the sandboxes that programs run in, with `agent.external.inside`.
+        files: the agent's own files, by relative path.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ExternalAgent:
         sandboxes: SandboxSource | None = None,
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which runs without such agents don't need
+        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which other runs don't need
 
         self._settings = config.agent.external
         self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
@@ -72,7 +72,7 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """With the run's model and the section `agent`.
+        """Make it with the run's model and the section `agent`.
 
         Raises:
             ConfigError: the program, the function or one of its files is not there.
@@ -82,7 +82,7 @@ class ExternalAgent:
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Itself, listening."""
+        """Start to listen; return this object."""
         await self._gateway.start()
         return self
 
@@ -166,7 +166,7 @@ class ExternalAgent:
     async def _played(
         self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
     ) -> None:
-        """The agent until it ends, until its time is up, or until the engine fails."""
+        """Run the agent until it ends, its time is up, or the engine fails."""
         acting = asyncio.create_task(act)
         try:
             await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ class ExternalAgent:
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
         if not acting.cancelled():
-            acting.result()  # what ends the run, such as a machine without the isolation that was asked for
+            acting.result()  # an error that ends the run, such as a machine without the required isolation
 
     async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
         assert self._sandboxes is not None, "agent.external.inside without sandboxes"
@@ -216,7 +216,7 @@ class ExternalAgent:
 
 
 def check_agent(config: Config) -> Entry | None:
-    """The function of `agent.external.entry`; None where a command plays.
+    """Return the function of `agent.external.entry`; None if a command plays.
 
     Raises:
         ConfigError: the function or the program can't be found.

@@ -82,13 +82,13 @@ async def run_group(
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
-        seat = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
+        place = _CohortPlace(engine, RequestId(request.purpose, request.group_id, index), prompt, own)
 
         async def scored() -> Trajectory:
-            played = await guarded(lambda: _played(agent, problem, seat), _failed_play)
+            played = await guarded(lambda: _played(agent, problem, place), _failed_play)
             return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
 
-        played = await _in_time(scored, seat, prompt, play_s)
+        played = await _in_time(scored, place, prompt, play_s)
         if played.turns:
             return played
         return replace(played, min_policy_version=request.policy_version, max_policy_version=request.policy_version)
@@ -102,29 +102,30 @@ async def run_group(
 
 
 async def _in_time(
-    scored: Callable[[], Awaitable[Trajectory]], seat: _CohortPlace, prompt: Prompt, deadline_s: float
+    scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
     """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
-                # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
-                await seat.fill()
+                # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
+                # call.
+                await place.fill()
             played = await scored()
-        await seat.fill()
+        await place.fill()
         return played
     except (StaleVersionError, EngineDeadError):
-        # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
+        # The server failed, not this trajectory: the whole group is sampled again on another server.
         raise
     except (EngineError, DeadlineError) as error:
-        # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
+        # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
-        await seat.fill()
+        await place.fill()
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, detail, kind="deadline")
     except _PlayFailedError as error:
-        await seat.fill()
+        await place.fill()
         return failed(_unplayed(prompt), RolloutStatus.ERROR_TASK, str(error), kind="agent")
 
 
@@ -138,9 +139,9 @@ def _failed_play(error: BaseException) -> Exception:
     return _PlayFailedError(f"the agent failed: {type(error).__name__}: {readable_error(error)}")
 
 
-async def _played(agent: Agent, problem: Problem, seat: _CohortPlace) -> Trajectory:
-    """Play once. A plug-in's trajectory is checked: the terms and the arrays of the group are made from it."""
-    played: object = await agent.play(problem, engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
+    """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
+    played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
         raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
@@ -186,15 +187,16 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory with no response: it keeps its place in the group and carries no signal."""
+    """Return a trajectory without a response: it fills its place in the group, and is not trained on."""
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:
     """Engine of one trajectory, which keeps the trajectory's place among the requests that are admitted together.
 
-    A server holds a cohort back until every trajectory in it has asked for its first turn. One that fails before that
-    (its tool can't be made, say) would hold up all the others until their deadline, so `fill` asks in its stead.
+    A server waits for the first request of every trajectory in a cohort. A trajectory that fails before its first
+    request (for example, its tool can't be made) would delay all others until their deadline, so `fill` sends a request
+    for it.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -205,13 +207,13 @@ class _CohortPlace:
         self._is_taken = False
 
     async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        if not isinstance(request_id, RequestId):  # a plug-in's: one bad id would end the whole batch
+        if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling)
 
     async def fill(self) -> None:
-        """Sample one token and drop it, unless the trajectory asked for its first turn itself."""
+        """Sample one token and drop it, unless the trajectory has sent its first request."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -220,5 +222,5 @@ class _CohortPlace:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
             await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
-            # This trajectory has failed already; those that need the engine will say so themselves.
+            # This trajectory has failed already; those that need the engine will report its error.
             log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

@@ -91,7 +91,7 @@ class RowFiles:
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
         assert rows is not None, "the driver checks which files a command needs"
-        # One at a time: two groups that reach a new window of rows together would both load it.
+        # One at a time: two groups that need the same new window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
         return await prompted(problem_of_row(row, self.rewards), self.agent)
@@ -115,7 +115,7 @@ class Listed:
         max_eval: int = 0,
     ) -> None:
         self._train = train
-        # A task that training has twice is evaluated once.
+        # A task that training lists twice is evaluated once.
         evaluated = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
         self._held_out = evaluated[: max_eval or None]
         self._problem_of = problem_of
@@ -163,7 +163,7 @@ class Listed:
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
-    """Training's rows and evaluation's; None where the configuration names no files.
+    """Return the rows of training and of evaluation; None if the configuration names no files.
 
     Raises:
         InputError: a file or a prompt can't be used.
@@ -187,7 +187,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
-    """The section `reward` as the rules take it."""
+    """Return the section `reward` in the form that the rules use."""
     section = config.reward
     return AnswerRewards(
         method=section.method,
@@ -233,12 +233,12 @@ class Sources:
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
-        """Prompts of one evaluation by source. Requests of purpose `eval` count through all of them."""
+        """Number of prompts of one evaluation, by source. Requests of purpose `eval` count through all sources."""
         return tuple(source.problems.num_eval for source in self.opened)
 
     @property
     def num_train_prompts(self) -> tuple[int, ...]:
-        """Prompts of one epoch by source."""
+        """Number of prompts of one epoch, by source."""
         return tuple(source.problems.num_train for source in self.opened)
 
     def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
@@ -247,7 +247,7 @@ class Sources:
         return self.opened[index], replace(request, prompt=place)
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
-        """Index of the request's source, and its place among the groups of that."""
+        """Return the index of the request's source, and the group's place within that source."""
         if request.purpose == "eval":
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
@@ -257,7 +257,7 @@ class Sources:
         return request.source or 0, request.place
 
     async def close(self) -> None:
-        """End what the tools hold, of all sources whatever one of them says."""
+        """Close the tools' resources, of all sources even if one fails."""
         closing = [source.agent.close() for source in self.opened]
         if self._judges is not None:
             closing.append(self._judges.close())
@@ -278,7 +278,7 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
     sources = Sources([source.ratio for source in own], seed=config.run.seed, judges=judges)
     try:
         if judges is not None:
-            await judges.check()  # before anything is sampled
+            await judges.check()  # before any prompt is sampled
         for source in own:
             with naming(source):
                 opened = await (_open_rows if source.config.uses_data else _open_tasks)(source.config, sandboxes)
@@ -291,10 +291,10 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
 
 
 def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
-    """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set.
+    """Return the judges of a rollout worker; None if the run has none. Raises ConfigError: a key is not set.
 
     Args:
-        of_run: also those on the run's own servers.
+        of_run: include judges on the run's own servers.
     """
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
@@ -324,7 +324,7 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
 
 
 async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
-    # In a thread: an environment may have to be installed, and its process asked.
+    # In a thread: an environment may have to be installed, and its process started.
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))

@@ -160,7 +160,7 @@ def _of_plugin(name: str) -> Task:
 
 def _unknown(source: str) -> str:
     names = [*shipped_tasks(), *shipped_repositories(), *plugin_names("tasks")]
-    paths = "the path of a .yaml or .py file, or of a task folder"
+    paths = "the path of a .yaml or .py file, of a task folder, or, in a configuration, of a .parquet or .jsonl file"
     return f"no task {source!r}{did_you_mean(source, names)} It is one of {', '.join(names)}, or {paths}."
 
 

@@ -41,7 +41,7 @@ and a wrong port."""
 def test_plain_ray_job_submit_runs_the_main_program(head: Any) -> None:
     done = head.run(
         str(RAY), "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env",
-        "runtime_env/job.yaml", "--", "python", "-m", "rayapp", "config", "show", "configs/coding_cpu.yaml",
+        "rayapp/cli/job.yaml", "--", "python", "-m", "rayapp", "config", "show", "configs/coding_cpu.yaml",
     )  # fmt: skip
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,7 +120,7 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     program = ROOT / "tests" / "data" / "slow_save.py"
     submitted = head.run(
         str(RAY), "job", "submit", "--no-wait", "--submission-id", "slow", "--address", head.address, "--working-dir",
-        ".", "--runtime-env", "runtime_env/job.yaml", "--", "python", str(program), str(tmp_path),
+        ".", "--runtime-env", "rayapp/cli/job.yaml", "--", "python", str(program), str(tmp_path),
     )  # fmt: skip
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     head.until(lambda: "training" in head.get("/api/jobs/slow/logs"), lambda: "the job does not start")

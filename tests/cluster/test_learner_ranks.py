@@ -21,6 +21,7 @@ import numpy as np
 import time
 
 from actors.learner import Learner
+from rayapp.config.algorithm import KlInRewardSection
 from rayapp.config.config import Config
 from rayapp.core.types import Reward, RolloutStatus
 from rayapp.core.trajectories import summarize_group
@@ -53,7 +54,10 @@ def run_mode(world, rank, mode, port):
         lost = {"reward": Reward.invalid("sandbox", "gone"), "status": RolloutStatus.ERROR_SANDBOX}
         groups = [groups[0], replace(groups[1], trajectories=tuple(replace(t, **lost) for t in groups[1].trajectories))]
         config = config.model_copy(update={
-            "algorithm": config.algorithm.model_copy(update={"adv_estimator": "optimal_token_baseline"}),
+            "algorithm": config.algorithm.model_copy(update={
+                "adv_estimator": "optimal_token_baseline",
+                "kl_in_reward": KlInRewardSection(coef=0.5, type="k3", control="adaptive", horizon=10),
+            }),
             "train": config.train.model_copy(update={"num_minibatches": 2}),
         })
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
@@ -120,5 +124,6 @@ def test_one_rank_goes_on_with_what_two_saved(found: dict[str, Any]) -> None:
 
 
 def test_a_rank_with_failed_groups_only_keeps_step_with_the_others(found: dict[str, Any]) -> None:
-    # An estimator that scores everything first: what each rank then holds must not decide what it does next.
+    # An estimator and a KL in the reward that score everything first: what each rank then holds must not decide what it
+    # does next.
     assert_same_model(found["failed-2"], found["failed-1"])

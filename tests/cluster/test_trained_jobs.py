@@ -29,7 +29,7 @@ def test_plain_ray_job_submit_trains_on_a_ray_without_tokens(
     with start_head("disabled") as head:
         done = head.run(
             str(RAY), "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env",
-            "runtime_env/job.yaml", "--", "python", "-m", "rayapp", "train", str(file), "train.num_steps=1",
+            "rayapp/cli/job.yaml", "--", "python", "-m", "rayapp", "train", str(file), "train.num_steps=1",
         )  # fmt: skip
 
     assert done.returncode == 0, done.stdout + done.stderr

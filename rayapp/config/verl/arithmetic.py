@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import DATA_FILES, is_data_file
+from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.verl.rules import Landing, Values
 from rayapp.core.errors import ConfigError
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
+_KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
+_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
+KL_ESTIMATORS = {
+    "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
+}  # fmt: skip
+"""verl's names of KL estimators, and ours."""
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
@@ -25,10 +32,17 @@ def advantage(key: str, value: Any, values: Values) -> Landing:
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Trajectories per prompt; verl's default of 1 leaves nothing to compare them with."""
-    if int(value) < 2:
-        raise ConfigError(f"{key} = {value} can't be imported: a group needs at least 2 to compare. Set {key}=8.")
-    return Landing(settings={"rollout.group_size": int(value)}, note="trajectories per prompt")
+    """Trajectories per prompt. verl samples the greedy baseline of remax beside them; here it is one of the group."""
+    size, estimator = int(value), values["algorithm.adv_estimator"]
+    if estimator in NEEDS_GREEDY_BASELINE:
+        return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
+    takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
+    if size < 2 and takes_rewards and estimator not in (*NEEDS_NO_GROUP, *NEEDS_CRITIC):
+        raise ConfigError(
+            f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, so a group needs "
+            f"at least 2. Set {key}=8, or algorithm.adv_estimator=reinforce_plus_plus."
+        )
+    return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
 
 
 def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
@@ -173,14 +187,48 @@ def kl_loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
-    """A KL taken from the reward of each token; nothing where its coefficient is 0."""
-    coef, kind = values.get("algorithm.kl_ctrl.kl_coef", 0.001), values.get("algorithm.kl_ctrl.type", "fixed")
-    if value and (float(coef) != 0.0 or kind != "fixed"):
+    """Return the settings of the KL that is taken from the reward of each token: all of its keys, with verl's defaults.
+
+    The "+" of verl's estimators changes only the gradient of a loss.
+    """
+    if not value:
+        return Landing(note="no KL is taken from rewards")
+    kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
+    estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
+    if estimator is None:
+        known = ", ".join(KL_ESTIMATORS)
+        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; known here are: {known}")
+    settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
+    if control == "adaptive":
+        settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
+        settings["horizon"] = int(values.get(f"{_KL_CTRL}.horizon", 10000))
+    return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
+
+
+def bypass_mode(key: str, value: Any, values: Values) -> Landing:
+    """Return the loss that takes the engine's log-probs as the old ones; verl's trainer sets it over any loss_mode."""
+    if not value:
+        return Landing(note="old log-probs are the learner's")
+    options = {name: values.get(f"{_CORRECTION}.{name}") for name in LOSS_OPTIONS["bypass_mode"]}
+    settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
+    return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
+
+
+def policy_loss(key: str, value: Any, values: Values) -> Landing:
+    """Return the loss; with rollout_correction.bypass_mode that one counts."""
+    if values.get(f"{_CORRECTION}.bypass_mode"):
+        return Landing(note="rollout_correction.bypass_mode counts")
+    return Landing(settings={"algorithm.policy_loss": value})
+
+
+def rejection(key: str, value: Any, values: Values) -> Landing:
+    """Return nothing: criteria of rejection go with bypass_mode, and are refused without it."""
+    if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
         raise ConfigError(
-            f"{key} = {value!r} with kl_ctrl.kl_coef = {coef} can't be imported: the KL is a term of the loss here, "
-            f"not of the reward. Set {key}=False, and actor_rollout_ref.actor.use_kl_loss=True for a KL in the loss."
+            f"{key} = {value!r} can't be imported: trajectories are weighed (rollout_is), and rejected only with "
+            f"{_CORRECTION}.bypass_mode=True. Set that, or leave {key} out."
         )
-    return Landing(note="kl_ctrl.kl_coef is 0" if value else "no KL is taken from rewards")
+    return Landing(note="goes with bypass_mode" if value is not None else "nothing is rejected")
 
 
 def replicas(key: str, value: Any, values: Values) -> Landing:

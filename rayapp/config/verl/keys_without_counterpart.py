@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import determinism
+from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
@@ -45,6 +45,8 @@ def distillation(key: str, value: Any, values: Values) -> Landing:
 def _kl(values: Values) -> dict[str, Any]:
     mode, as_advantage = values.get(f"{_LOSS}.loss_mode", "k3"), bool(values.get(f"{_LOSS}.use_policy_gradient", False))
     clamp, floor = values.get(f"{_LOSS}.loss_max_clamp"), values.get(f"{_LOSS}.log_prob_min_clamp")
+    if mode != "forward_kl_topk":
+        floor = None  # verl clamps the log-probs of its top k alone
     if floor is not None or (clamp is not None and not as_advantage):
         name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
         raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: no such limit is here. Set it to null.")
@@ -268,10 +270,10 @@ POLICY: dict[str, Rule] = {
 ALGORITHM_REST: dict[str, Rule] = {
     "algorithm.use_pf_ppo": only(False, why="samples are not weighed by their score"),
     "algorithm.pf_ppo.*": no_effect(_OFF),
-    "algorithm.rollout_correction.rollout_rs": only(None, why="trajectories are weighed (rollout_is), not rejected"),
-    "algorithm.rollout_correction.rollout_rs_threshold": no_effect("only read with rollout_rs"),
-    "algorithm.rollout_correction.bypass_mode": only(False, why="old log-probs are the learner's"),
-    "algorithm.rollout_correction.loss_type": no_effect("only read with bypass_mode"),
+    "algorithm.rollout_correction.rollout_rs": rejection,
+    "algorithm.rollout_correction.rollout_rs_threshold": no_effect("goes with rollout_rs"),
+    "algorithm.rollout_correction.bypass_mode": bypass_mode,
+    "algorithm.rollout_correction.loss_type": no_effect("goes with bypass_mode"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": only(False, why="weights are not normalized"),
     "distillation.enabled": distillation,
     "distillation.*": no_effect("goes with distillation.enabled"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from rayapp.config.algorithm import (
     NEEDS_GREEDY_BASELINE,
     NEEDS_LOG_PROBS,
     AlgorithmSection,
+    KlInRewardSection,
 )
 from rayapp.core.errors import ConfigError, LearnerError
 from rayapp.core.names import is_plugin, load_plugin
@@ -47,6 +48,8 @@ class AdvantageInputs:
     """Each (B,); gdpo normalises each term separately."""
     baselines: FloatArray | None = None
     """(B,) reward of the group's greedy trajectory, for remax."""
+    kl_penalty: Tensor | None = None
+    """(B, T) reward that each token loses for its KL to the reference, 0 past a row's own tokens; None: no penalty."""
     old_log_probs: Tensor | None = None
     """(B, T), for the optimal token baselines."""
     sum_pi_squared: Tensor | None = None
@@ -75,6 +78,42 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
     return advantages.detach().float()
 
 
+def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSection) -> FloatArray:
+    """Estimate the KL to the reference at each of R sampled tokens, (R,)."""
+    import torch
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    kl: FloatArray = kl_penalty(torch.from_numpy(log_probs), torch.from_numpy(reference), section.type).numpy()
+    return kl
+
+
+class KlPenalty(NamedTuple):
+    """The KL to the reference, taken from the rewards of a step."""
+
+    rewards: Tensor
+    """(B, T) reward that each token loses."""
+    mean_kl: float
+    """Mean over trajectories of their mean KL per token."""
+    next_coef: float
+    """Coefficient of the next step."""
+
+
+def kl_penalty_of(
+    kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
+) -> KlPenalty:
+    """Weigh the KL of every token (B, T), and move the coefficient on with verl's controller."""
+    import torch
+    from verl.trainer.config import KLControlConfig
+    from verl.trainer.ppo.core_algos import get_kl_controller
+
+    mean_kl = float((kl.sum(-1) / torch.from_numpy(num_response_tokens)).mean())
+    controller = get_kl_controller(
+        KLControlConfig(type=section.control, kl_coef=coef, target_kl=section.target_kl, horizon=section.horizon)
+    )
+    controller.update(mean_kl, len(num_response_tokens))
+    return KlPenalty(rewards=coef * kl, mean_kl=mean_kl, next_coef=float(controller.value))
+
+
 def check_estimator(name: str) -> None:
     """Check an estimator's name. Raises ConfigError: it can't be used here."""
     if name in NEEDS_CRITIC:
@@ -97,8 +136,11 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
     mask = response_mask(inputs.num_response_tokens)
     name = algorithm.adv_estimator
+    rewards = _on_last_token(torch.as_tensor(inputs.rewards), mask, name)
+    if inputs.kl_penalty is not None:
+        rewards -= inputs.kl_penalty
     arguments: dict[str, Any] = {
-        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, name),
+        "token_level_rewards": rewards,
         "response_mask": mask,
         "index": inputs.group_index,
         "config": _algo_config(algorithm),

@@ -213,11 +213,10 @@ def coupled_gradients(
     mask = response_mask(np.array([item.advantages.size for item in items]))
     width = mask.shape[1]
     log_probs = stack_rows([now for _, now, _ in scored], width).requires_grad_()
-    rollout = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in items]
     rows = LossRows(
         log_probs=log_probs,
         old_log_probs=stack_rows([old for _, _, old in scored], width),
-        rollout_log_probs=stack_rows(rollout, width),
+        rollout_log_probs=stack_rows([item.rollout_log_probs for item in items], width),
         advantages=stack_rows([item.advantages for item in items], width),
         mask=mask,
     )

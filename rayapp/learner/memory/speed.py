@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.learner.memory.gpus import NODE_GPUS, NODE_LINK_GB_S, Gpu
 from rayapp.learner.memory.plan import (
@@ -92,11 +91,7 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
     """Return the phases of a step in their order."""
     speeds = {"generate": generate(shape, config, gpu, server)}
     scored = score(shape, config, gpu)
-    if (
-        config.train.num_minibatches > 1
-        or config.algorithm.policy_loss in BATCH_COUPLED_LOSSES
-        or config.algorithm.adv_estimator in NEEDS_LOG_PROBS
-    ):
+    if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
     if config.distillation.is_policy:
         speeds["teacher"] = scored

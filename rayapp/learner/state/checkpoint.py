@@ -1,8 +1,9 @@
 """A learner's state on disk: torch distributed checkpoint, written by all ranks into one folder, read by any number.
 
 The driver names a temporary folder and renames it when every rank is done, so checkpoints that can be read are whole.
-A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version
-and torch's RNG. Threads write it from copies in host memory while training goes on.
+A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version,
+torch's RNG, and an adaptive coefficient of the KL in the reward. Threads write it from copies in host memory while
+training goes on.
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ def begin_save(
     if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointError(f"training diverged: {wrong}. No checkpoint is saved.")
     if state:
-        state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
-        state["rng"] = torch.get_rng_state()
+        state |= _beside_tensors(learner, version)
         writing.append(_async_save(state, folder, learner.ranks.save_group))
     if "hf_model" in contents:
         staged = stage_hf(learner.config, learner.model, learner.ranks)
@@ -109,8 +109,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
         CheckpointDamagedError: its weights or moments are not finite.
     """
     state = _state(learner)
-    state["counters"] = torch.zeros(3, dtype=torch.int64)
-    state["rng"] = torch.get_rng_state()
+    state |= _beside_tensors(learner, 0)
     try:
         _check_same_model(state, folder)
         load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
@@ -123,6 +122,8 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
         raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
+    if "kl_coef" in state:
+        learner.kl_coef = float(state["kl_coef"])
     return version
 
 
@@ -153,6 +154,17 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
         state[f"model.{name}"] = parameter.detach()
         for kind, moment in _moments(learner.optimizer, parameter).items():
             state[f"optimizer.{name}.{kind}"] = moment
+    return state
+
+
+def _beside_tensors(learner: PolicyLearner, version: int) -> dict[str, Tensor]:
+    """Return the small state beside weights and moments, by name, for loading in place."""
+    state = {
+        "counters": torch.tensor([version, learner.optimizer_steps, learner.skipped_steps]),
+        "rng": torch.get_rng_state(),
+    }
+    if learner.config.algorithm.kl_in_reward.control == "adaptive":
+        state["kl_coef"] = torch.tensor(learner.kl_coef, dtype=torch.float64)
     return state
 
 

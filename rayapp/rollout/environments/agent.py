@@ -48,10 +48,10 @@ from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolConte
 
 
 class Scene(Protocol):
-    """One trajectory's environment. What the policy did wrong is a ToolFailedError.
+    """One trajectory's environment. Raises ToolFailedError for mistakes of the policy.
 
     Raises, from any method:
-        ToolUnavailableError: it is lost.
+        ToolUnavailableError: the environment is lost.
     """
 
     async def reset(self, columns: Columns) -> str:
@@ -64,24 +64,24 @@ class Scene(Protocol):
 
 
 class Stage(Protocol):
-    """Gives scenes."""
+    """Makes scenes."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """The tools that the policy has, the same for all trajectories.
+        """Return the policy's tools, the same for all trajectories.
 
         Raises:
-            ConfigError: it can't be used.
+            ConfigError: the environment can't be used.
         """
         ...
 
     def scene(self) -> AbstractAsyncContextManager[Scene]:
-        """Raises ToolUnavailableError: none can be had."""
+        """Return a new scene. Raises ToolUnavailableError: none is available."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTurn:
-    """Reads a turn as one call of a tool, whose one argument it is. See `ToolCallParser`."""
+    """Reads a whole turn as the only argument of one tool call. See `ToolCallParser`."""
 
     tool: str
     argument: str
@@ -94,13 +94,13 @@ class WholeTurn:
 
 
 class SceneTool(ToolBase):
-    """One of them. Its state is the trajectory's scene.
+    """One tool of a scene. Its state is the trajectory's scene.
 
     Args:
-        timeout_s: of the loop; the scene itself gives up before.
+        timeout_s: the loop's deadline; the scene's own deadline comes first.
     """
 
-    ends_episode = True  # what it does in the last turn counts, too
+    ends_episode = True  # its effect in the last turn counts, too
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
@@ -118,11 +118,11 @@ log = logging.getLogger(__name__)
 VERDICT = "environment"
 """Name of the environment's verdict, among `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
+"""Function that makes a loop from an environment's tools and, if turns are no calls, their reader."""
 
 
 class ScenePlayer:
-    """With the agent loop."""
+    """Plays rows with the agent loop."""
 
     def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
         self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
@@ -159,7 +159,7 @@ class ScenePlayer:
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
-        # What an environment says is no more to be trusted than a tool's result.
+        # Text of an environment is as untrusted as a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
@@ -174,7 +174,7 @@ class ScenePlayer:
 
 
 class VerifiersPlayer:
-    """Through the gateway."""
+    """Plays rows in the environment's own process, through the gateway."""
 
     def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
         self._process, self._agent = VerifiersProcess(environment), agent
@@ -204,9 +204,9 @@ class EnvironmentAgents:
     """See the module. `close` it.
 
     Args:
-        config: of the source.
+        config: config of the source.
         make_loop: see `OpenLoop`.
-        make_agent: from the seconds of a trajectory to the gateway of an environment that plays against one.
+        make_agent: makes the gateway for an environment that needs one, given a trajectory's time limit in seconds.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """With the run's settings and tool file."""
+        """Make it with the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
@@ -252,7 +252,7 @@ class EnvironmentAgents:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
         stage = await asyncio.to_thread(stage_of, environment)
-        # Its calls wait for each other, and its own deadlines come first.
+        # Calls wait for each other, and the environment's own deadlines come first.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
@@ -287,15 +287,15 @@ async def environment_truth(problem: Problem, played: Trajectory, sandboxes: San
 
 
 def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
-    """Raises ConfigError: its class can't be found."""
+    """Return the stage of an environment. Raises ConfigError: its class can't be found."""
     return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
-    """Whether these tasks are rows of environments.
+    """Return True if these tasks are rows of environments.
 
     Raises:
-        InputError: some are, and some are not.
+        InputError: only some of them are.
     """
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
@@ -330,7 +330,7 @@ def check_environments(tasks: Sequence[Task]) -> None:
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """As in TRL, what the environment says first is put behind the last message."""
+    """Return the messages with the environment's first message appended to the last one, as in TRL."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 

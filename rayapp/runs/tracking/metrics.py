@@ -94,12 +94,17 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Return shares of groups that teach nothing: all rewards equal, or no valid one."""
-    rewards = [summary.rewards[summary.valid] for summary in summaries]
     return {
         "groups/count": float(len(summaries)),
-        "groups/zero_variance": float(np.mean([r.size > 0 and np.ptp(r) == 0 for r in rewards])),
-        "groups/all_invalid": float(np.mean([r.size == 0 for r in rewards])),
+        "groups/zero_variance": float(np.mean([_has_equal_rewards(summary) for summary in summaries])),
+        "groups/all_invalid": float(np.mean([not summary.valid.any() for summary in summaries])),
     }
+
+
+def _has_equal_rewards(summary: GroupSummary) -> bool:
+    """Return whether the valid rewards are all equal; False with rollout.group_size 1, where nothing is compared."""
+    rewards = summary.rewards[summary.valid]
+    return summary.rewards.size > 1 and rewards.size > 0 and float(np.ptp(rewards)) == 0.0
 
 
 def _lengths(summaries: Sequence[GroupSummary]) -> dict[str, float]:

@@ -39,7 +39,7 @@ MIN_SECRET_CHARS = 40
 
 
 async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit: int | None) -> list[Subject]:
-    """Return the rows of a parquet file as subjects.
+    """Return the rows of a data file as subjects.
 
     Raises:
         InputError: the file or a row can't be used.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, SandboxSource, Task
@@ -297,7 +298,7 @@ async def subjects_of(
     """
     found: list[Subject] = []
     for source in sources:
-        if source.endswith(".parquet"):
+        if is_data_file(source):
             found += await file_subjects(source, rewards, cache=cache, limit=limit)
         elif source.startswith(PREFIX):
             found += await benchmark_subjects(load_benchmark(source)[:limit])

@@ -96,10 +96,8 @@ def as_parquet(path: Path, cache: Path) -> Path:
 def _json_rows(content: bytes, path: Path) -> list[dict[str, Any]]:
     try:
         text = content.decode()
-        if path.suffix == ".jsonl":
-            rows = [row for _, row in json_lines(text.split("\n"), str(path))]
-        else:
-            rows = json.loads(text)
+        is_lines = path.suffix == ".jsonl"
+        rows: Any = [row for _, row in json_lines(text.split("\n"), str(path))] if is_lines else json.loads(text)
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

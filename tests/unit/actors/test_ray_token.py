@@ -1,13 +1,23 @@
-"""The token of a Ray that a run starts: readable only by its user, or an error before Ray is started."""
+"""A Ray that a run starts: its token is readable only by its user, and a Ray that does not start is an error."""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
+from ray import JobID
+from ray._private.node import Node
+from ray._private.worker import listen_error_messages
 
-from actors.own_ray import _make_token_folder
-from rayapp.core.errors import ConfigError
+from actors.own_ray import _make_token_folder, _messages_of_raylets_logged, ray_session
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, RayappError
+from rayapp.core.logs import tracebacks_in
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -43,3 +53,37 @@ def test_without_a_token_to_keep_no_home_is_needed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(name, value)
 
     _make_token_folder()
+
+
+def test_a_ray_that_does_not_come_up_is_a_message_with_the_machines_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 - as Ray does
+
+    assert "timed out during startup" in inspect.getsource(Node)
+    monkeypatch.setattr(ray, "init", too_slow)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+    said = r"Ray did not start within its 30 s; the load of this machine is \d+ on \d+ cores"
+    with pytest.raises(RayappError, match=said), ray_session(Config()):
+        pass
+
+
+def test_what_a_raylet_says_of_a_killed_process_is_in_the_file_of_faults_and_not_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, notes, is_over = tmp_path / "faults.log", list[str](), threading.Event()
+
+    class Errors:
+        def subscribe(self) -> None: ...
+
+        def poll(self) -> tuple[bytes, dict[str, Any]]:
+            is_over.set()
+            return b"", {"job_id": None, "error_message": "A worker died or was killed while executing a task"}
+
+    driver: Any = SimpleNamespace(gcs_error_subscriber=Errors(), current_job_id=JobID.nil())
+    with tracebacks_in(file, notes.append), _messages_of_raylets_logged():
+        listen_error_messages(driver, is_over)
+
+    assert "A worker died or was killed" in file.read_text()
+    assert notes == [f"tracebacks of what was lost are in {file}"]
+    assert capsys.readouterr() == ("", "")

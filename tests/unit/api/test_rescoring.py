@@ -167,7 +167,7 @@ def test_a_benchmarks_trajectories_are_scored_by_the_problem_that_each_answers(t
 
     found = rayapp.rescore(save(tmp_path / "run", {1: groups}, **config), "verdict")
     assert [row["after"] for row in found.rows] == [1.0, 1.0]
-    with pytest.raises(InputError, match="164 tasks are called 'humaneval', and none of them asked"):
+    with pytest.raises(InputError, match="164 tasks are called 'humaneval', and none of them have the recorded prompt"):
         rayapp.rescore(save(tmp_path / "changed", {1: [unknown]}, **config), "verdict")
 
 

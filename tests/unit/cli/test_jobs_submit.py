@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from dataclasses import astuple
 from datetime import UTC, datetime
 from enum import Enum
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayapp.cli.jobs import _state, plan_job, token_for
+from rayapp.cli.jobs import RUNTIME_ENV, _state, plan_job, token_for
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.aio import finish_then_cancel
@@ -50,6 +51,14 @@ def test_job_says_what_runs_and_with_which_config(folder: Path) -> None:
     assert job.runtime_env["working_dir"] == "."
     # Ray kills after 3 s unless told otherwise.
     assert float(job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+
+def test_the_guide_names_the_environment_that_rayapp_submit_uses() -> None:
+    root = Path(__file__).parents[3]
+    (named,) = re.findall(r"ray job submit .* --runtime-env (\S+)", (root / "docs" / "operate.md").read_text())
+
+    assert root / named == RUNTIME_ENV
+    assert "env_vars" in yaml.safe_load((root / named).read_text())
 
 
 def test_state_of_a_job_is_what_a_person_asks_for() -> None:

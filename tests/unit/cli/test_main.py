@@ -114,6 +114,14 @@ def test_help_shows_lists_in_examples_as_they_must_be_typed(capsys: pytest.Captu
     assert "warmup.files='[chats.jsonl]'" in capsys.readouterr().out
 
 
+def test_a_shell_completes_commands() -> None:
+    # As the script that `rayapp --install-completion` installs asks for them.
+    typed = {"COMP_WORDS": "rayapp config ", "COMP_CWORD": "2", "_RAYAPP_COMPLETE": "complete_bash"}
+    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=60)
+
+    assert {"show", "import-verl"} <= set(words.split())
+
+
 def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
     program = "import sys, types\nimport rayapp.__main__ as m\n"
     program += "class Interrupted:\n    def find_spec(self, name, *_):\n"

@@ -132,7 +132,7 @@ def test_without_any_key_the_error_says_which_to_set(
 def test_a_provider_without_a_list_is_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sandbox", "reap", "--provider", kind]) == 2
 
-    assert f"provider {kind!r} keeps no list" in capsys.readouterr().err
+    assert f"provider {kind!r} can't list" in capsys.readouterr().err
 
 
 def test_a_config_with_only_local_sandboxes_has_nothing_to_reap(

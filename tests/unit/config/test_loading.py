@@ -129,7 +129,7 @@ def test_every_key_is_nearest_to_itself() -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("rollout.group_size=1", "rollout.group_size = 1: must be an integer, at least 2"),
+        ("rollout.group_size=0", "rollout.group_size = 0: must be an integer, at least 1"),
         ("server.gpu_memory_utilization=1.5", "= 1.5: must be a number, above 0 and at most 1"),
         ("train.num_steps=many", "train.num_steps = 'many': must be an integer, at least 1"),
         ("train.num_steps=1.5", "train.num_steps = 1.5: must be an integer, at least 1"),
@@ -177,6 +177,16 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
             "distillation.reward_weight is 0: rewards would choose",
         ),
+        (["rollout.group_size=1"], "adv_estimator grpo compares the trajectories of a group"),
+        (["rollout.group_size=1", "algorithm.adv_estimator=remax"], "the greedy baseline of remax"),
+        (
+            ["algorithm.kl_in_reward={coef: 0.1, control: adaptive, horizon: 10}", "train.groups_per_step=4"],
+            "0.2 x 64 / 10 of itself, to 0 or below. Use a horizon above 12",
+        ),
+        (
+            ["algorithm.kl_in_reward.coef=0.1", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_terms=[a]"],
+            "gdpo reads the terms",
+        ),
         (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
     ],
 )
@@ -188,11 +198,11 @@ def test_contradiction_shows_the_arithmetic(overrides: list[str], arithmetic: st
 
 
 def test_everything_wrong_is_listed_at_once() -> None:
-    text = message("rollout.group_size=1", "train.num_step=3")
+    text = message("rollout.group_size=0", "train.num_step=3")
 
     assert text.splitlines() == [
         "the overrides:",
-        "  rollout.group_size = 1: must be an integer, at least 2",
+        "  rollout.group_size = 0: must be an integer, at least 1",
         "  unknown key train.num_step; did you mean train.num_steps?",
     ]
 

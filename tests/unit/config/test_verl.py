@@ -86,6 +86,7 @@ actor_rollout_ref.actor.checkpoint.save_contents='["hf_model", "model"]'
 trainer.total_epochs=1
 """
 
+TOP_K = "distillation.distillation_loss.loss_mode=forward_kl_topk"
 TEACHER = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=models/teacher"
 
 
@@ -180,7 +181,8 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     ("override", "reason"),
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
-        ("algorithm.use_kl_in_reward=True", "the KL is a term of the loss"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "known here are: kl, k1, mse"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
         ("trainer.n_gpus_per_node=3", "can't be split"),
@@ -206,7 +208,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
             "b, c are",
         ),
         (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*known here are: k1 with"),
-        (f"{TEACHER} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
+        (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "known here are: bfloat16"),

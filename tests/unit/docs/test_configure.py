@@ -22,7 +22,7 @@ def test_the_page_of_all_keys_is_current() -> None:
 def test_every_key_has_a_meaning_and_its_values_in_words() -> None:
     assert keys_without_meaning() == []
     page = render()
-    assert "| `rollout.group_size` | `16` | an integer, at least 2 | Trajectories sampled for each prompt (G)." in page
+    assert "| `rollout.group_size` | `16` | an integer, at least 1 | Trajectories sampled for each prompt (G)." in page
     assert "| `learner.optimizer.schedule` | `constant` | one of constant, cosine, linear | " in page
     assert "| `warmup.optimizer.lr` | `2.0e-05` |" in page, "the default of the section, not of its class"
     assert "| `sandbox.providers[…].dialect` | `e2b` | one of e2b, kruise |" in page

@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,11 +21,19 @@ from rayapp.config.algorithm import (
     POLICY_LOSSES,
     REJECTION_CRITERIA,
     AlgorithmSection,
+    KlInRewardSection,
     options_of,
 )
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, LearnerError
-from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
+from rayapp.learner.algo.advantages import (
+    AdvantageInputs,
+    check_estimator,
+    compute_advantages,
+    kl_penalty_of,
+    response_mask,
+    token_kl,
+)
 from rayapp.learner.algo.losses import (
     LossRows,
     LossScale,
@@ -33,6 +42,7 @@ from rayapp.learner.algo.losses import (
     make_actor_config,
     policy_loss,
 )
+from rayapp.learner.batch import stack_rows
 from rayapp.learner.metrics import mismatch_metrics
 
 LENGTHS = np.array([3, 1, 2, 4])
@@ -102,18 +112,15 @@ def drawn_inputs(seed: int) -> AdvantageInputs:
     )
 
 
-def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) -> torch.Tensor:
-    """Return what verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these
-    rows."""
+def verls_batch(name: str, given: AdvantageInputs, **more: torch.Tensor) -> Any:
+    """These rows as the DataProto of verl's trainer."""
     from verl import DataProto
-    from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo.ray_trainer import compute_advantage
 
     lengths = given.num_response_tokens
     mask, scores = response_mask(lengths), torch.zeros(4, 4)
     scores[torch.arange(4), torch.from_numpy(lengths) - 1] = torch.from_numpy(given.rewards)
     assert given.baselines is not None
-    data = DataProto.from_single_dict(
+    return DataProto.from_single_dict(
         {
             "responses": torch.zeros(4, 4, dtype=torch.long),
             "response_mask": mask,
@@ -126,8 +133,16 @@ def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) ->
             "sum_pi_squared": given.sum_pi_squared,
             "uid": np.array(["a", "a", "b", "b"], dtype=object),
             **given.reward_terms,
+            **more,
         }
     )
+
+
+def verls_own(name: str, algorithm: AlgorithmSection, data: Any) -> torch.Tensor:
+    """What verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from these rows."""
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
     config = AlgoConfig(
         adv_estimator=name,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std,
@@ -164,10 +179,39 @@ def test_every_estimator_is_verls_own_on_the_same_numbers(name: str, *, norm_adv
     is_by_hand = name == "gdpo" and not norm_adv_by_std
     for given in (inputs(), *(drawn_inputs(seed) for seed in range(5))):
         found = compute_advantages(given, algorithm)
-        expected = gdpo_without_deviations(given) if is_by_hand else verls_own(other, algorithm, given)
+        expected = (
+            gdpo_without_deviations(given) if is_by_hand else verls_own(other, algorithm, verls_batch(other, given))
+        )
         mask = response_mask(given.num_response_tokens)
         # Ours may add in float64 where verl adds in float32: 7 digits, and a division by deviations of 0.1 and more.
         np.testing.assert_allclose((found * mask).numpy(), (expected * mask).numpy(), rtol=5e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", get_args(KlInRewardSection.model_fields["type"].annotation))
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "remax", "rloo"])
+def test_a_kl_in_the_reward_gives_the_advantages_and_the_next_coefficient_of_verl(name: str, kind: str) -> None:
+    from verl.trainer.ppo.core_algos import AdaptiveKLController
+    from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+
+    section = KlInRewardSection(coef=0.3, type=kind, control="adaptive", target_kl=0.2, horizon=50)  # type: ignore[arg-type]
+    given = drawn_inputs(1)
+    mask, lengths = response_mask(given.num_response_tokens), given.num_response_tokens
+    reference = -3 * torch.rand(4, 4, generator=torch.Generator().manual_seed(9))
+    old = given.old_log_probs
+    assert old is not None
+    rows = [token_kl(old[i, :size].numpy(), reference[i, :size].numpy(), section) for i, size in enumerate(lengths)]
+
+    penalty = kl_penalty_of(stack_rows(rows, 4), lengths, section.coef, section)
+    found = compute_advantages(replace(given, kl_penalty=penalty.rewards), AlgorithmSection(adv_estimator=name))
+
+    controller = AdaptiveKLController(init_kl_coef=0.3, target_kl=0.2, horizon=50)
+    batch = verls_batch(name, given, ref_log_prob=reference)
+    data, metrics = apply_kl_penalty(batch, controller, kl_penalty="kl" if kind == "k1" else kind)
+    torch.testing.assert_close(found * mask, verls_own(name, AlgorithmSection(), data) * mask, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, compute_advantages(given, AlgorithmSection(adv_estimator=name)), atol=1e-3)
+    assert penalty.mean_kl == pytest.approx(metrics["actor/reward_kl_penalty"], rel=1e-5)
+    assert penalty.next_coef == pytest.approx(controller.value, rel=1e-6)
+    assert penalty.next_coef != section.coef
 
 
 def test_grpo_is_reward_minus_mean_over_deviation() -> None:

@@ -324,10 +324,12 @@ def test_a_step_takes_as_long_as_its_products_and_bytes_say() -> None:
     # 16 sequences a server: each of 3072 steps reads the weights, and takes no less than that.
     assert sampling.seconds > 3072 * server.weights / 3.35e12
     assert sampling.mfu(H100) < 0.1
-    with_reference = large(algorithm={"kl_loss_coef": 0.1}, train={"num_minibatches": 2, "groups_per_step": 2})
-    assert list(step_speeds(QWEN3_8B, with_reference, H100, server)) == [
-        "generate", "old log-probs", "reference", "train", "optimizer", "weight sync", "sleep, wake",
-    ]  # fmt: skip
+    in_two = {"num_minibatches": 2, "groups_per_step": 2}
+    for algorithm, batch in (({"kl_loss_coef": 0.1}, in_two), ({"kl_in_reward": {"coef": 0.1}}, {})):
+        with_reference = large(algorithm=algorithm, train=batch)
+        assert list(step_speeds(QWEN3_8B, with_reference, H100, server)) == [
+            "generate", "old log-probs", "reference", "train", "optimizer", "weight sync", "sleep, wake",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 8])

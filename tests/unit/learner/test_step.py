@@ -201,6 +201,40 @@ def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
     assert first["timing_s/learner/ref"] > 0
 
 
+def test_a_kl_in_the_reward_trains_groups_of_equal_rewards_and_scores_no_more_than_it_needs(tiny_model: Path) -> None:
+    kl = {"coef": 0.5, "type": "k3"}
+    equal = [make_group(0, rewards=[1.0] * GROUP_SIZE)]
+    for loss, is_bypass in (("vanilla", False), ("bypass_mode", True)):
+        changes = {
+            "algorithm": {"adv_estimator": "rloo", "kl_in_reward": kl, "policy_loss": loss},
+            "learner": {"optimizer": {"lr": 1e-3}},
+        }
+        with learner_of(tiny_model, changes) as learner:
+            first, second = step(learner, 1, two_groups()), step(learner, 2, equal)
+        # The engine said -4.5 of every token: in bypass mode that is the policy, and far from the reference.
+        assert (first["learner/reward_kl_penalty"] > 1e-3) == is_bypass
+        assert (first["timing_s/learner/old_log_probs"] == 0.0) == is_bypass
+        assert second["learner/reward_kl_penalty"] > 1e-6
+        assert second["learner/reward_kl_penalty_coeff"] == 0.5
+        assert second["learner/grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"adv_estimator": "reinforce_plus_plus"}},
+        {"distillation": {"teacher": "policy", "privileged": "verdict", "reward_weight": 0.0}},
+    ],
+)
+def test_groups_of_one_train_where_nothing_is_compared(tiny_model: Path, changes: dict[str, Any]) -> None:
+    alone = {"rollout": {"group_size": 1}, "learner": {"max_tokens_per_microbatch": 512}}
+    with learner_of(tiny_model, changes | alone) as learner:
+        metrics = step(learner, 1, [make_group(number, rewards=[float(number)]) for number in range(3)])
+    assert metrics["learner/num_trajectories"] == 3
+    assert metrics["learner/zero_variance_groups"] == 0.0
+    assert metrics["learner/grad_norm"] > 0.0
+
+
 @pytest.mark.parametrize(("kl", "kl_over"), [("reverse", "sampled"), ("reverse", "vocabulary"), ("forward", "top_k")])
 def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
     tiny_model: Path, tmp_path: Path, kl: str, kl_over: str
@@ -328,12 +362,17 @@ def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> 
 
 
 def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path: Path) -> None:
-    changes = {"learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}}}
+    kl = {"coef": 0.1, "control": "adaptive", "target_kl": 0.01, "horizon": 40}
+    changes: dict[str, Any] = {
+        "algorithm": {"kl_in_reward": kl},
+        "learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}},
+    }
     with learner_of(tiny_model, changes) as learner:
         for number in (1, 2):
             step(learner, number, two_groups(number))
         save(learner, str(tmp_path / "checkpoint"), 2)
         expected = step(learner, 3, two_groups(3)), weights(learner)
+        assert expected[0]["learner/reward_kl_penalty_coeff"] not in (0.0, 0.1)
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(tmp_path / "checkpoint")) == 2
         found = step(learner, 3, two_groups(3)), weights(learner)

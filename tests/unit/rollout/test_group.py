@@ -148,7 +148,7 @@ async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_ge
     assert group.trajectories[3].status is RolloutStatus.ERROR_ENGINE
     assert (
         group.trajectories[3].reward.detail
-        == f"vLLM gave group=11/trajectory=3 up after 2 tokens (finish reason {reason})"
+        == f"vLLM ended group=11/trajectory=3 early, after 2 tokens (finish reason {reason})"
     )
     assert summary.valid.tolist() == [True, True, False, False]
     assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")

@@ -184,6 +184,31 @@ async def test_an_evaluation_takes_all_prompts_of_one_source_and_then_those_of_t
     assert [sources.of(each)[0].config.eval.temperature for each in asked] == [1.0, 1.0, 0.0]
 
 
+async def test_an_evaluation_takes_no_more_problems_of_a_source_than_it_may(
+    tiny_model: Path, letter_tasks: list[str], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist([row(str(number), number) for number in range(6)]), file)
+    own = {"chat_template": "chatml_hermes"}
+    config = config_of(
+        tiny_model,
+        {"name": "some", "tasks": letter_tasks, "eval": {"max_problems": 1}},
+        {"name": "all", "tasks": letter_tasks, "eval": {"max_problems": 0}},
+        {"name": "rows", "tasks": [file], "eval": {"tasks": [file]}, "agent": own},
+        eval={"max_problems": 4},
+    )
+    async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), "sources") as (sandboxes, _):
+        sources = await open_sources(config, sandboxes)
+        asked = [request(number, purpose="eval") for number in (0, 1, 6)]
+        prompts = [await prompt_of(sources, each) for each in asked]
+        await sources.close()
+
+    assert sources.num_eval_prompts == (1, 2, 4)
+    assert [(prompt.source, prompt.task) for prompt in prompts] == [
+        ("some", "first"), ("all", "first"), ("rows", "openai/gsm8k"),
+    ]  # fmt: skip
+
+
 async def test_a_prompt_that_a_curriculum_chose_is_that_of_the_only_source(sources: Sources) -> None:
     only = Sources([1.0], seed=7)
     only.opened.append(sources.opened[0])

@@ -20,14 +20,12 @@ from rayapp.storage.models.check import check_model
 
 @pytest.fixture
 def checkpoint(tiny_model: Path, tmp_path: Path) -> Path:
-    """Return `global_step_1` as verl's FSDP trainer writes it: two shards along dimension 0, and the model's files."""
+    """Return `global_step_1` as verl's FSDP trainer writes it on one GPU: a shard, and the model's files."""
     actor = tmp_path / "global_step_1" / "actor"
     shutil.copytree(tiny_model, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
-    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 2}))
+    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 1}))
     weights = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
-    for rank in range(2):
-        shard = {name: tensor.chunk(2)[rank].clone() for name, tensor in weights.items()}
-        torch.save(shard, actor / f"model_world_size_2_rank_{rank}.pt")
+    torch.save(weights, actor / "model_world_size_1_rank_0.pt")
     return actor.parent
 
 
@@ -37,7 +35,7 @@ def checked(folder: Path | str) -> None:
 
 
 def test_the_command_that_the_refusal_of_shards_names_makes_a_model(checkpoint: Path, tiny_model: Path) -> None:
-    with pytest.raises(InputError, match=r"2 FSDP shards of verl") as caught:
+    with pytest.raises(InputError, match="holds 1 FSDP shards of verl") as caught:
         checked(checkpoint)
 
     command = str(caught.value).split("`")[1]

@@ -35,4 +35,5 @@ export function help() {
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
+  dialog.scrollTop = 0; // showing it scrolls to the focused button at its end
 }
