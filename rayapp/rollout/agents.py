@@ -1,13 +1,13 @@
 """Agents that this process plays problems with: the agent loop, and one turn without a chat template.
 
-    tool_agent           the policy reads the tools, calls them, and speaks again
-    single_turn_agent    the policy reads no tools and speaks once; what looks like a call is its answer
+    tool_agent           the prompt lists the tools; the policy calls them over several turns
+    single_turn_agent    the prompt lists no tools; one turn is sampled, and calls in it are text
 
 `LoopAgent` plays both over a chat template; a row of data may name one by its `agent_name`, as in verl. `OneTurn` plays
 tasks whose agent is single_turn_agent: the task renders its own prompt, since base models have no template.
 
-Another name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
-parser and limits it may use, and gives an object with the same `run`.
+Any other name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
+parser and limits it may use, and returns an object with the same `run`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_length(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
-"""From the tools that a problem brings to a loop with them."""
+"""Function that makes a loop with the tools that a problem brings."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -132,7 +132,7 @@ class LoopAgent:
     """Agent of problems that name none."""
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
     _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
-    """By name and tools, made when first asked for: single turns, and plug-ins."""
+    """Single-turn players and plug-ins by name and tools, made at their first use."""
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
@@ -160,9 +160,9 @@ class LoopAgent:
     async def prompt(self, problem: Problem) -> Prompt:
         bare, start = problem.prompt, problem.start
         await self.open(start.tools)
-        self._player(problem.agent_name, start.tools)  # a plug-in that can't be made is told now
+        self._player(problem.agent_name, start.tools)  # make plug-ins now, to report errors at the start
         chat = self._loop(problem.agent_name, start.tools).chat
-        if bare.token_ids.size:  # of a row: rendered and cut when it was read
+        if bare.token_ids.size:  # a row's prompt, rendered and cut when it was read
             text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
@@ -224,10 +224,10 @@ class OneTurn:
         self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
         recorder = Recorder(problem.prompt.token_ids.tolist())
-        # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
+        # Score the engine's text, not the decoded tokens: those include the stop text.
         completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
         is_cut = completion.finish_reason == "length"
         return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""

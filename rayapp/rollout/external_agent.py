@@ -91,10 +91,10 @@ class ExternalAgent:
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt without token ids: what the policy reads is the agent's to write.
+        """Return the prompt without token ids: the agent writes what the policy reads.
 
         Raises:
-            InputError: a message is no text, or the task can't be played by an agent.
+            InputError: a message is not text, or the task can't be played by an agent.
         """
         bare, messages = problem.prompt, problem.start.messages
         if not all(isinstance(message.get("content"), str) for message in messages):
@@ -249,7 +249,7 @@ def _as_answer(found: Any) -> str | None:
 
 
 def _answer_in(path: Path) -> str:
-    """Return the answer that the agent left; empty for none. A pipe, a link or a folder in its place is no answer."""
+    """Return the answer that the agent left; empty for none. A pipe, a link or a folder is not an answer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

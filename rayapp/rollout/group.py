@@ -1,11 +1,11 @@
-"""One group from prompt to rewards: G plays side by side, each scored as soon as it ends.
+"""Runs one group from prompt to rewards: G concurrent plays, each scored as soon as it ends.
 
     Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
 Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. A trajectory
-that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception: whatever an agent,
-a tool, an environment, a task or a judge raises or returns costs its own trajectory. Only errors of
-`verdict.ENDS_GROUP` are raised.
+that fails for other reasons than the policy gets an ERROR_* status and raises no exception: whatever an agent, tool,
+environment, task or judge raises or returns affects only its own trajectory. Only errors of `verdict.ENDS_GROUP` are
+raised.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ async def run_group(
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Have the agent play a problem `group_size` times, and score each play.
+    """Let the agent play a problem `group_size` times, and score each play.
 
     Args:
-        problem: with the prompt that the agent gave it.
-        sandboxes: where answers are scored.
+        problem: problem with its prompt.
+        sandboxes: source of the sandboxes in which answers are scored.
         judging: compares the trajectories of training groups; evaluation's samples of a prompt are not compared.
-        sampling: for every trajectory; its seed and stop texts are filled in here.
+        sampling: sampling of every trajectory; seed and stop texts are filled in here.
         seed: the run's seed.
         deadline_s: trajectories not finished by then are recorded as failed.
     Raises:
-        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the version asked for; nothing of
-            the group is kept.
+        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the requested version; the whole
+        group is lost.
         ProcessDiedError, ObjectsLostError: another process of ours is gone.
-        SandboxConfigError: no sandbox can ever be had with this configuration.
+        SandboxConfigError: this configuration can never provide a sandbox.
     """
     started, prompt = time.monotonic(), problem.prompt
     sampling = replace(sampling, stop=prompt.stop)
@@ -157,7 +157,7 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
 async def reward_of(
     problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
 ) -> Reward:
-    """Return the reward of a trajectory; if it failed, the invalid one that it has. `seed` draws hidden tests."""
+    """Return the reward of a trajectory; if it failed, its invalid reward. `seed` draws hidden tests."""
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(

@@ -1,10 +1,10 @@
-"""The sources of a run in a rollout worker: problems, who plays them, and whose turn it is.
+"""The sources of a run in a rollout worker: their problems, their agents, and the source of each group.
 
     open_sources(config, sandboxes) -> Sources     .of(request) -> OpenSource, and the request as that source counts
                                         |-- source 0: Listed | RowFiles, an agent, judges
                                         '-- source 1: …
 
-Called by the rollout worker once; a file, template or tool's service that can't work is reported here, at the start.
+Opened once per rollout worker, which reports unusable files, templates and tool services at its start.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 
 class ProblemSet(Protocol):
-    """Problems of one source, in an order that follows from seed and place alone."""
+    """Problems of one source, in an order that depends only on seed and place."""
 
     @property
     def num_train(self) -> int:
-        """Problems of one epoch of training."""
+        """Number of problems in one training epoch."""
         ...
 
     @property
     def num_eval(self) -> int:
-        """Problems of one evaluation; a request of purpose `eval` names one by its place."""
+        """Number of problems in one evaluation; a request of purpose `eval` names one by its place."""
         ...
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
-        """Return the problem of a group, prompted.
+        """Return the problem of a group, with its prompt.
 
         Args:
-            request: its `place` counts the groups of this source alone.
-            seed: the run's.
+            request: its `place` counts only the groups of this source.
+            seed: seed of the run.
         Raises:
             InputError: the agent can't play the problem.
         """
@@ -68,7 +68,7 @@ class ProblemSet(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RowFiles:
-    """Rows of data files; group N of the training is row N of the run, whatever worker it is on."""
+    """Rows of data files; training group N is row N of the run, on whichever worker it runs."""
 
     agent: Agent
     rewards: AnswerRewards
@@ -122,7 +122,7 @@ class Listed:
 
     @classmethod
     async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
-        """Have the agent write the prompts.
+        """Make the set, with prompts by the agent.
 
         Raises:
             UserError: the agent can't play a task, or a prompt is longer than rollout.max_prompt_tokens.
@@ -205,7 +205,7 @@ class OpenSource:
     """One source, ready to be played."""
 
     config: Config
-    """The run's configuration as the source has it."""
+    """The run's configuration with the source's own settings."""
     problems: ProblemSet
     agent: Agent
     name: str = ""
@@ -222,8 +222,8 @@ class Sources:
 
     Args:
         ratios: share of each source.
-        seed: the run's.
-        judges: that sources name; None where none does.
+        seed: seed of the run.
+        judges: judges that sources name; None if none does.
     """
 
     def __init__(self, ratios: Sequence[float], *, seed: int, judges: Judges | None = None) -> None:
@@ -308,7 +308,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
     rewards = answer_rewards(config)
     if rewards.custom is not None:
-        # Its imports may take seconds, which would hold up every trajectory of this process.
+        # Its imports may take seconds, which would block every trajectory of this process.
         await asyncio.to_thread(rewards.custom.load)
     plays_outside = config.agent_name == EXTERNAL_AGENT
     agent: ExternalAgent | LoopAgent = (

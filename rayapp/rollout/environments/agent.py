@@ -1,11 +1,12 @@
-"""Players of environments' rows, and the rewards that the environments give. One player for a source's rows.
+"""Players of environments' rows, and the environments' rewards. One player per source.
 
     trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
     verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
 
-An environment that fails, dies or does not answer makes a failed rollout, which has no reward. Called by `run_group`.
+If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `run_group`.
 
-A trajectory meets an environment as a scene: it is reset once, tools change it, and it gives the reward at the end.
+A scene is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
+the end.
 
 Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
 """
@@ -131,7 +132,7 @@ class ScenePlayer:
         ]
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return a prompt without token ids: what the environment says first is part of what the policy reads."""
+        """Return the prompt, without token ids: the environment's first message is still to be appended."""
         messages = problem.start.messages
         return replace(problem.prompt, text=self._loop.chat.render(messages), messages=messages)
 
@@ -231,11 +232,11 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """As `Agent.prompt`. Raises UserError: the environment can't be used."""
+        """See `Agent.prompt`. Raises UserError: the environment can't be used."""
         return await (await self._player(row_of(problem).environment)).prompt(problem)
 
     async def play(self, problem: Problem, **asked: Any) -> Trajectory:
-        """Play a row of an environment whose prompt was asked for."""
+        """Play a row of an environment for which `prompt` was called."""
         return await self._players[id(row_of(problem).environment)].play(problem, **asked)
 
     async def close(self) -> None:
@@ -267,7 +268,7 @@ class EnvironmentAgents:
 
 
 def row_of(problem: Problem) -> EnvironmentTask:
-    """Return the row of an environment that this problem is."""
+    """Return the environment's row for this problem."""
     assert isinstance(problem.task, EnvironmentTask), "plays_environments has looked"
     return problem.task
 
@@ -307,10 +308,11 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
 
 
 def check_environments(tasks: Sequence[Task]) -> None:
-    """Check that each environment answers, before anything starts. Verifiers' rows were listed by it: it does.
+    """Check that each environment answers, before anything starts. Verifiers' environments have answered: they listed
+    their rows.
 
     Raises:
-        UserError: one does not.
+        UserError: an environment does not answer.
     """
     found = {id(task.environment): task.environment for task in tasks if isinstance(task, EnvironmentTask)}
 
