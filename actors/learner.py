@@ -1,6 +1,6 @@
 """`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
 
-Every method but `ready` and `log_probs_before` is collective: the driver calls it on all ranks at once.
+Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
 
 Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, and
 doesn't need PyTorch, which takes seconds to import.
@@ -240,6 +240,13 @@ class Learner:
 
         with self._borrowing_gpu():
             export_hf(self._config, self._learner.model, Path(folder), self._learner.ranks)
+
+    def log_probs_of(self, group: Group) -> list[FloatArray]:
+        """Return log-probs of each trajectory's response tokens under the current weights. Collective when sharded."""
+        from rayapp.learner.supervised import log_probs_of
+
+        with self._borrowing_gpu():
+            return log_probs_of(self._learner, group)
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.calls import answer
 from actors.group_calls import GroupCalls
-from actors.handles import LearnerHandle, RolloutWorkerHandle, VllmServerHandle
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
@@ -86,6 +86,7 @@ class Cluster:
     """Handles of a run's actors, all ready. Only the handles of learners change when processes are replaced."""
 
     config: Config
+    pool: SandboxPoolHandle
     servers: tuple[VllmServerHandle, ...]
     learners: LearnerGroup
     rollout_workers: tuple[RolloutWorkerHandle, ...]
@@ -312,6 +313,7 @@ async def _start(
     supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
         config=config,
+        pool=pool,
         servers=servers,
         learners=learners,
         rollout_workers=workers,
