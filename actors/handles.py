@@ -234,6 +234,12 @@ class SandboxPoolHandle(Handle):
         """Take back the leases of a holder that is dead."""
         return await self.call("reclaim", holder, timeout_s=10.0)
 
+    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
+        await self.call("prefetch", spec, num_ready, timeout_s=10.0)
+
+    async def stats(self) -> dict[str, float]:
+        return await self.call("stats", timeout_s=10.0)
+
     async def close(self, timeout_s: float = 30.0) -> None:
         await self.call("close", timeout_s=timeout_s)
 

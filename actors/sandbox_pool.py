@@ -117,6 +117,14 @@ class SandboxPool(Restartable):
         """Take back the leases of a holder that is dead. Returns their number."""
         return self._pool.reclaim_of(holder)
 
+    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
+        """See `LeasePool.prefetch`."""
+        self._pool.prefetch(spec, num_ready)
+
+    async def stats(self) -> dict[str, float]:
+        """Return `sandbox/*` metrics."""
+        return self._pool.stats()
+
     async def close(self) -> None:
         """End every sandbox of the run. Idempotent."""
         chores, self._chores = self._chores, []
