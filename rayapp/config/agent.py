@@ -26,6 +26,8 @@ AUTO = "auto"
 
 def is_data_file(reference: str) -> bool:
     """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
+    if reference.startswith("benchmark:"):  # benchmark:humaneval=FILE.jsonl
+        return False
     return reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rayapp.config.agent import is_data_file
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError
@@ -249,3 +250,8 @@ def test_filters_of_sampling_are_refused_with_the_reason(override: str) -> None:
 
     assert f"{override.split('=', maxsplit=1)[0].removeprefix('rollout.')} would bias training" in said
     assert "temperature is taken into account in both places" in said
+
+
+def test_the_file_of_a_benchmark_is_not_a_file_of_rows() -> None:
+    assert not is_data_file("benchmark:humaneval=HumanEval.jsonl")
+    assert is_data_file("HumanEval.jsonl")

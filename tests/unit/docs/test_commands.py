@@ -102,6 +102,7 @@ class How:
 
 
 ELSEWHERE = (
+    How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --replay", test="tests/e2e/test_resume.py"),
     How(begins="rayapp train configs/coding_8gpu.yaml", why_not="needs 8 GPUs; the config is loaded here"),
