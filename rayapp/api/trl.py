@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.api.arguments import GivenRun
-from rayapp.config.verl.importing import KeyRow, load_settings, settings_of
+from rayapp.config.verl.arithmetic import as_list, tracked
+from rayapp.config.verl.importing import KeyRow, landing_of, load_settings, settings_of
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, optional, to
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
@@ -108,13 +109,10 @@ def _landings(given: Mapping[str, Any], known: Values) -> tuple[list[KeyRow], li
                 raise ConfigError(
                     f"{name} is no field of TRL's GRPOConfig that is known here{did_you_mean(name, FIELDS)}"
                 )
-            landing = FIELDS[name](name, value, known)
+            landing = landing_of(FIELDS[name], name, value, known)
+            rows.append(KeyRow(key=name, value=value, landing=landing, is_default=name not in given))
         except ConfigError as error:
             problems.append(str(error))
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            problems.append(f"{name} = {value!r} can't be imported: {error}")
-        else:
-            rows.append(KeyRow(key=name, value=value, landing=landing, is_default=name not in given))
     return rows, problems
 
 
@@ -495,13 +493,8 @@ def _dtype(key: str, value: Any, values: Values) -> Landing:
 
 
 def _trackers(key: str, value: Any, values: Values) -> Landing:
-    from rayapp.config.sections import TRACKERS
-
-    asked = [value] if isinstance(value, str) else list(value or ())
-    kept = [name for name in asked if name in TRACKERS]
-    lost = [name for name in asked if name not in (*TRACKERS, "none")]
-    note = f"not here: {', '.join(lost)}; the same numbers are in metrics.jsonl" if lost else ""
-    return Landing(settings={"tracking.trackers": list(dict.fromkeys(["console", *kept, "jsonl"]))}, note=note)
+    asked = [name for name in as_list(value or ()) if name != "none"]
+    return tracked("console", *asked)
 
 
 def _variables(key: str, value: Any, values: Values) -> Landing:

@@ -21,14 +21,15 @@ EXTERNAL_AGENT = "external_agent"
 
 DATA_FILES = (".parquet", ".jsonl", ".json")
 """Suffixes of data files, whose rows are trained on."""
+BENCHMARK = "benchmark:"
+"""Prefix of a reference to a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl."""
 AUTO = "auto"
 
 
 def is_data_file(reference: str) -> bool:
     """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
-    if reference.startswith("benchmark:"):  # benchmark:humaneval=FILE.jsonl
-        return False
-    return reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
+    is_file = reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
+    return is_file and not reference.startswith(BENCHMARK)
 
 
 class DataSection(FrozenModel):

@@ -25,11 +25,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from rayapp.config.agent import BENCHMARK
 from rayapp.core.errors import InputError
 from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
-from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
+from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment, row_tasks
 from rayapp.tasks.environments.verifiers import verifiers_tasks
@@ -80,7 +81,7 @@ def load_source(source: str) -> Sequence[Task]:
     Raises:
         InputError: as `load_task`.
     """
-    if source.startswith(PREFIX):
+    if source.startswith(BENCHMARK):
         return load_benchmark(source)
     if source.startswith(GENERATED):
         return load_generated(source)

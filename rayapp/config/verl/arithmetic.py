@@ -277,13 +277,17 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
     """Map verl's loggers to trackers that exist here; metrics.jsonl is always written."""
+    # Traces have no other destination.
+    traces = ["mlflow"] if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow" else []
+    return tracked(*as_list(value), *traces)
+
+
+def tracked(*names: str) -> Landing:
+    """Return the trackers of these names, and metrics.jsonl; names that don't exist here are in the note."""
     from rayapp.config.sections import TRACKERS
 
-    known, asked = TRACKERS, as_list(value)
-    kept = [name for name in asked if name in known]
-    if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
-        kept.append("mlflow")  # traces have no other destination
-    missing = [name for name in asked if name not in known]
+    kept = [name for name in names if name in TRACKERS]
+    missing = [name for name in names if name not in TRACKERS]
     note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
 

@@ -313,6 +313,15 @@ def _landing(key: str, value: Any, values: Values) -> Landing:
     rule = _rule(key)
     if rule is None:
         raise ConfigError(_unknown(key))
+    return landing_of(rule, key, value, values)
+
+
+def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
+    """Apply a rule to a foreign key.
+
+    Raises:
+        ConfigError: the rule refuses the value, or can't compute with it; the message names the key and the value.
+    """
     try:
         return rule(key, value, values)
     except ConfigError:

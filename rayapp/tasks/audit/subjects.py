@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rayapp.config.agent import is_data_file
+from rayapp.config.agent import BENCHMARK, is_data_file
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, SandboxSource, Task
@@ -33,7 +33,7 @@ from rayapp.tasks.audit.subject import (
     trivial_of_function,
 )
 from rayapp.tasks.cases import MODULES, Case
-from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
+from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.extraction import extract_code
@@ -300,7 +300,7 @@ async def subjects_of(
     for source in sources:
         if is_data_file(source):
             found += await file_subjects(source, rewards, cache=cache, limit=limit)
-        elif source.startswith(PREFIX):
+        elif source.startswith(BENCHMARK):
             found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
             found += _task_subjects(source, limit)

