@@ -34,7 +34,7 @@ class GivenRun:
     objects: Mapping[str, object] = field(default_factory=dict)
     """Name in the config -> task or reward function of the calling program."""
     rows: tuple[KeyRow, ...] = ()
-    """Of a run that was translated from TRL: each field with its landing."""
+    """Each field of TRL's configuration with its landing; empty for a run that was not translated from TRL."""
 
     def __str__(self) -> str:
         """Return the table of `rows`, a line for each."""

@@ -135,7 +135,7 @@ def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[f
         rewards: reward of the ground truth, then of the empty answer.
     """
     rule = None if trial.has_function else find_rule(row.data_source)
-    # Tests, structs and empty texts are not answers, so a reward function may rightly give them nothing.
+    # A ground truth of tests, a struct or an empty text is not an answer: a reward function may score it 0.
     is_answer = rule is not None or (trial.has_function and isinstance(row.ground_truth, str | int | float))
     if not is_answer or row.ground_truth == "" or rewards[0] > rewards[1]:
         return ""

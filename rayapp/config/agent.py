@@ -60,7 +60,7 @@ class ExternalSection(FrozenModel):
     timeout_s: float = Field(600.0, gt=0.0)
     """Time limit of the agent in one trajectory. At the limit the agent is ended, and its answer so far is scored."""
     on_failure: Literal["fail", "score"] = "fail"
-    """What to do with a trajectory whose program exits with a status other than 0, or whose function raises, before a
+    """Treatment of a trajectory whose program exits with a status other than 0, or whose function raises, before a
     limit is reached. fail: no reward, excluded from baseline and loss. score: score its answer; for frameworks that
     raise when they can't parse the policy's text."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -79,7 +79,7 @@ class ExternalSection(FrozenModel):
 
 
 class AgentSection(FrozenModel):
-    """Who plays tasks, with which tools and within which limits (docs/tools.md)."""
+    """The agent that plays tasks, its tools and its limits (docs/tools.md)."""
 
     tool_file: str = ""
     """File that lists the tools the policy may call (docs/tools.md); verl's format is accepted too. Empty: only the

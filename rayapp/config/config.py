@@ -64,7 +64,7 @@ class Config(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """What to train on. Either tasks: names of shipped ones, .yaml or .py files, task folders, benchmarks and
+    """Tasks to train on. Either names of shipped ones, .yaml or .py files, task folders, benchmarks and
     generators (docs/tasks.md). Or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the
     Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine both,
     use `sources`, with which this is empty."""

@@ -186,7 +186,7 @@ class Criterion(FrozenModel):
 
     name: str = Field(pattern=NAME)
     text: str = Field(min_length=1)
-    """What a response must do for the highest score."""
+    """Criterion that a response must meet for the highest score."""
     weight: float = Field(1.0, gt=0.0, allow_inf_nan=False)
     """Weight relative to the other criteria."""
 

@@ -35,7 +35,7 @@ POLL_S = 0.2
 SAVE_S = 900.0
 """Deadline for saving when a run stops, in case the disk hangs."""
 CLOSE_S = 300.0
-"""Deadline after that for the actors to end and release their resources."""
+"""Deadline, after the save of a stopping run, for the actors to end and release their resources."""
 NOTHING_KEPT = KeptGroups()
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 

@@ -26,7 +26,7 @@ CACHE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The P tokens to score: pairs of one of M positions and a token that follows it."""
+    """P pairs (position, next token) to score, over M positions: after one position, several tokens may follow."""
 
     rows: Tensor
     """(P,) index of each token's position among the M, ascending."""

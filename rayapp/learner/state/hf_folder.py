@@ -206,7 +206,10 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
-    """Return the trained float32 tensors of these weights and of their adapters, by their names in the model."""
+    """Read from a checkpoint the trained tensors of the weights in `group` and of their adapters, by parameter name.
+
+    The tensors are float32.
+    """
     named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:

@@ -144,7 +144,7 @@ class Supply:
 
     @property
     def limit(self) -> int:
-        """Most sandboxes alive now: lowered when a quota was reached, then raised by 1, 2, 4…"""
+        """Maximum number of sandboxes alive at once: lowered when a quota is reached, then raised by 1, 2, 4…"""
         if self._ceiling < self.max_sandboxes and self.clock() >= self._grow_at:
             self._ceiling = min(self.max_sandboxes, self._ceiling + self._step)
             self._step *= 2

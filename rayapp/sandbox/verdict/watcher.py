@@ -47,7 +47,7 @@ def main(job: Job, harness: Job) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes that outlive their own, so that no process of the job survives it."""
+    """Become the subreaper: orphaned processes of the job become children of this process, which then ends them."""
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 

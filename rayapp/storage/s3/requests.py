@@ -41,7 +41,7 @@ class Body(io.BytesIO):
 
 
 def checksum_arguments(data: bytes, checksums: str) -> dict[str, str]:
-    """Return the checksum arguments of a request; blocks.
+    """Return the checksum arguments of an upload. Blocks the calling thread while it hashes `data`.
 
     Args:
         checksums: `S3Settings.checksums`.
