@@ -37,7 +37,8 @@ from actors.starting import (
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
+from rayapp.config.bundles import asked_servers, bundles_of
+from rayapp.config.config import Config, with_addresses
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
