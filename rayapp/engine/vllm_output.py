@@ -145,7 +145,7 @@ class EngineLoad:
 
 
 class TokenVersions:
-    """Versions of the tokens of each request in flight. A request's id may be any text that is unique among requests in flight."""
+    """Versions of the tokens of each request in flight. A request's id is any text that is unique among these."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}

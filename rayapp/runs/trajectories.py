@@ -4,8 +4,9 @@ One row per trajectory. The driver writes them; people read them with any parque
 exact `Group`s. The schema is in docs/run-folder.md; its version is in the file's metadata under
 `rayapp.schema_version`.
 
-`select_from_run` finds trajectories that are worth learning from, as a file of demonstrations (`rayapp data from-run`). This is
-rejection sampling: a later `warmup` or `rayapp sft` trains on the token ids as sampled (docs/sft.md).
+`select_from_run` finds trajectories that are worth learning from, as a file of demonstrations (`rayapp data
+from-run`). This is rejection sampling: a later `warmup` or `rayapp sft` trains on the token ids as sampled
+(docs/sft.md).
 """
 
 from __future__ import annotations

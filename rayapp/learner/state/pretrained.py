@@ -6,9 +6,9 @@ at a time. Experts that are stacked into one tensor are read one by one, each on
 
 Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
 for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
-It defines each family's conversions. `sources_of` reads them for loading, and stores the conversions that it used on the
-model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that are converted
-together: converting group by group never holds a second model.
+It defines each family's conversions. `sources_of` reads them for loading, and stores the conversions that it used on
+the model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that are
+converted together: converting group by group never holds a second model.
 """
 
 from __future__ import annotations
