@@ -23,15 +23,9 @@ from typing import Any, Literal
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
-from rayapp.config.config import (
-    LACKS_BASELINE,
-    Config,
-    bundles_of,
-    frozen_models,
-    gpu_arithmetic,
-    num_gpus_of,
-    sources_of,
-)
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError

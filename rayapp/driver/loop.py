@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from rayapp.config.config import LACKS_BASELINE, Config
+from rayapp.config.config import Config
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError, StopTraining
 from rayapp.core.logs import about, start_logs, tracebacks_in
