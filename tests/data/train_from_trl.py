@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from transformers import AutoTokenizer
 from trl import GRPOConfig
 
 import rayapp
@@ -58,12 +59,15 @@ def guesses(environments, **_):
 
 def args(name, **fields):
     return GRPOConfig(
-        output_dir=f"{FOLDER}/{name}", use_cpu=True, max_steps=2, num_generations=4, per_device_train_batch_size=8,
+        output_dir=f"{FOLDER}/{name}", use_cpu=True, max_steps=2, num_generations=4, per_device_train_batch_size=16,
         max_completion_length=64, learning_rate=1e-3, save_strategy="no", report_to="none", **fields,
     )  # fmt: skip
 
 
-def train(scripts, run):
+def train(said, run):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    end = tokenizer.eos_token_id
+    scripts = tuple(tuple((*tokenizer.encode(turn, add_special_tokens=False), end) for turn in turns) for turns in said)
     loop.open_cluster = partial(open_cluster, stand_ins=stand_ins(completion_s=0.05, step_s=None, scripts=scripts))
     print(run)
     rayapp.train(run, TINY)
