@@ -514,7 +514,7 @@ def _resume(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(
             f"{key} = {value!r} can't be imported: a run resumes from its own folder; name its model as `model`"
         )
-    return Landing(note="the same command again goes on from the last checkpoint")
+    return Landing(note="the same command continues from the last checkpoint")
 
 
 def _all(rule: Rule, names: str) -> dict[str, Rule]:

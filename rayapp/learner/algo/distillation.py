@@ -153,8 +153,8 @@ def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, n
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:
         raise LearnerError(
-            f"distillation.base_url: {error}. Start the server again, and then this command: the run goes on from its "
-            "last checkpoint."
+            f"distillation.base_url: {error}. Start the server again, and then this command: the run continues from "
+            "its last checkpoint."
         ) from error
 
 

@@ -240,7 +240,7 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
 
 def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageFullError, match="There is no whole checkpoint yet: the next start begins from scratch"),
+        pytest.raises(StorageFullError, match="There is no complete checkpoint yet: the next run starts over"),
         RunFolder.open(config(tmp_path)),
     ):
         Path("/dev/full").write_text("x")

@@ -130,7 +130,7 @@ def test_a_whole_local_folder_passes(model: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_says_how_to_make_the_default(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no such folder\. Make it with `rayapp model fetch smollm2-135m`"):
+    with pytest.raises(InputError, match=r"there is no such folder\. Fetch it with `rayapp model fetch smollm2-135m`"):
         check_model(config_of(tmp_path / "smollm2-135m"))
     with pytest.raises(InputError, match=r"there is no such folder\.$"):
         check_model(config_of(tmp_path / "other"))
@@ -268,7 +268,7 @@ def test_experts_on_a_cpu_get_no_adapter_but_merged_weights(model: Path) -> None
     experts = with_architecture(model, {"model_type": "qwen3_moe"}, nested=False)
     lora = {"rank": 4}
 
-    with pytest.raises(InputError, match=r"adapter beside experts on a CPU.*learner\.lora\.send=merged"):
+    with pytest.raises(InputError, match=r"model with experts has an adapter.*learner\.lora\.send=merged"):
         check_model(config_of(experts, cluster={"device": "cpu"}, learner={"lora": lora}))
     check_model(config_of(experts, cluster={"device": "cpu"}, learner={"lora": lora | {"send": "merged"}}))
 
