@@ -5,9 +5,9 @@ The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides
 its own rows instead; `policy_loss` rescales it, so that micro-batches and ranks always add up.
 
 `coupled_gradients` serves losses whose choice of tokens depends on the whole mini-batch (clip_cov, kl_cov). Every rank
-computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps
-d loss / d log-prob, which its own micro-batches then push back through the model. So the result depends on neither
-micro-batches nor ranks, random choices included.
+computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps d loss / d
+log-prob, with which the backward of its own micro-batches starts. So the result depends on neither micro-batches nor
+ranks, random choices included.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_factor": [1.0] * 16,
     "long_factor": [1.0 + i / 2 for i in range(16)],
 }  # fmt: skip
-_NARROW_CONV = "the CPU kernel of vLLM 0.30 for short convolutions knows those over 4 tokens only, and these are over 3"
+_NARROW_CONV = "vLLM 0.30 on a CPU supports only short convolutions over 4 tokens, and these are over 3"
 _COARSE_LATENT = "the latent attention of vLLM 0.30 on a CPU is off by 0.1 in log-probs and more, before any sync"
-_ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not do"
+_ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not support"
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(parsers=("hermes",)),
@@ -161,10 +161,12 @@ FAMILIES: Mapping[str, Family] = {
         no_cpu_engine=_NARROW_CONV,
         tiny=_EXPERTS | _CONV | {"num_dense_layers": 1},
     ),
-    "falcon_h1": Family(refused="its layers don't hand their attention what packing needs (transformers 5.10)"),
+    "falcon_h1": Family(
+        refused="its layers don't pass their attention the arguments that packing needs (transformers 5.10)"
+    ),
     "bamba": Family(
         needs=("borders",),
-        no_engine="vLLM 0.30 leaves it to transformers, of which it can't serve mamba layers",
+        no_engine="vLLM 0.30 runs it with transformers' code, whose mamba layers it can't serve",
         tiny=_MAMBA | {"attn_layer_indices": [1]},
     ),
     "nemotron_h": Family(
@@ -201,7 +203,9 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(needs=("windows",), tiny={"sliding_window": 6}),
     "gpt_neox": Family(),
     "gpt2": Family(refused="its decoder has no list of `layers`, which the learner shards one by one"),
-    "llama4_text": Family(refused="its layers attend within chunks of the sequence, which the learner does not do"),
+    "llama4_text": Family(
+        refused="its layers attend within chunks of the sequence, which the learner does not support"
+    ),
     "bloom": Family(refused=_ALIBI),
     "mpt": Family(refused=_ALIBI),
 }

@@ -133,7 +133,7 @@ async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_saf
         learners.error = None
         await saver.begin(4, next_group_id=8)
         learners.error = CheckpointError("the disk is full.")
-        with pytest.raises(CheckpointError, match=r"full\. The next start continues from the last complete checkpoint, step=000004"):
+        with pytest.raises(CheckpointError, match=r"full\. .* from the last complete checkpoint, step=000004"):
             await saver.begin(6, next_group_id=12)
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000004"]
 

@@ -31,7 +31,7 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon_h1": ({}, "don't hand their attention what packing needs"),
+    "falcon_h1": ({}, "don't pass their attention the arguments that packing needs"),
     "llama4_text": (EXPERTS, "attend within chunks"),
     "bloom": ({}, "adds a bias by distance"),
     "gpt2": ({}, "no list of `layers`"),
@@ -113,7 +113,7 @@ def test_an_attention_option_that_nobody_thought_of_is_an_error(option: str) -> 
     plan = plan_attention(packing, torch.device("cpu"))
     query, key, value = torch.ones(3, 1, 2, 4, 8)
     options: dict[str, Any] = {"attention_mask": None, option: torch.ones(1)}
-    with pytest.raises(LearnerError, match=f"Identity asks for {option}: packed attention"):
+    with pytest.raises(LearnerError, match=f"Identity uses {option}, which packed attention"):
         packed_attention(torch.nn.Identity(), query, key, value, plan=plan, **options)
 
 
