@@ -1,6 +1,6 @@
 """Awaits calls of Ray actors, always with a deadline, and with errors that name the actor and the call.
 
-The handles and the rollout worker use it. The only module that knows Ray's exception types.
+The handles and the rollout worker use it. Only this module uses Ray's exception types.
 """
 
 from __future__ import annotations
@@ -65,18 +65,20 @@ def _died(error: RayActorError, what: str) -> ProcessDiedError:
 
 
 def _lost(error: ObjectLostError | RayActorError, what: str) -> ObjectsLostError:
-    return ObjectsLostError(f"{what}: what it needs was in a process or on a node that is gone. {_first_lines(error)}")
+    return ObjectsLostError(
+        f"{what}: an object that it needs was in a process or on a node that is gone. {_first_lines(error)}"
+    )
 
 
 def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
     if isinstance(cause, RayappError | TimeoutError):
         return cause
-    # A full store spills to files; Ray fails only when their disk is full too, and names the disk.
+    # A full store spills to files; Ray raises this only when the disk is full too, and names the disk.
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         return RayappError(
-            f"{what}: Ray's object store is full. Raise cluster.object_store_mib, or --object-store-memory of "
-            f"`ray start` if the Ray is yours, or free space on the disk that Ray spills to. {_first_lines(cause)}"
+            f"{what}: Ray's object store is full. Raise cluster.object_store_mib (or --object-store-memory, if you ran "
+            f"`ray start`), or free space on the disk to which Ray spills. {_first_lines(cause)}"
         )
     if isinstance(cause, OutOfMemoryError):
         return _out_of_memory(cause, what)
@@ -88,7 +90,7 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
 def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
     return ProcessDiedError(
         f"{what}: Ray ended its process because the node ran out of memory. Lower learner.max_tokens_per_microbatch or "
-        f"server.kv_cache_gib, or end what else runs here. {_first_lines(error)}"
+        f"server.kv_cache_gib, or end other programs on that node. {_first_lines(error)}"
     )
 
 

@@ -36,7 +36,8 @@ from rayapp.sandbox.leases import Fate, Lease
 ObjectRef = Any  # ray.ObjectRef[T] would need the types of the objects
 Facts = dict[str, Any]
 GROUP_MARGIN_S = 180.0
-"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this is over."""
+"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this time is
+over."""
 GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
 """Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
 
@@ -96,7 +97,7 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """Yield completions of requests that start together, with their position, as they end.
+        """Yield completions of requests that start together, each with its position, as they end.
 
         Raises:
             EngineDeadError: the server is gone, and so are the completions that were not yielded yet.
