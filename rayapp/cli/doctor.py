@@ -377,8 +377,8 @@ def _node_memory_fits(config: Config) -> Iterator[Finding]:
             "problem",
             "memory",
             f"host memory: {node.described()}; {have / _GIB:.0f} are available",
-            cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or use a machine with "
-            "more memory",
+            cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or use a machine "
+            "with more memory",
         )
 
 
