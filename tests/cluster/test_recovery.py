@@ -41,7 +41,7 @@ Faults = dict[int, list[tuple[str, signal.Signals]]]
 
 
 @pytest.fixture(scope="module")
-def nodes(without_torch: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
+def nodes(stand_in_engines: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
     """A head that runs nothing, and one node for everything: the next test finds them running."""
     # As a Ray of our own has it: at nice 15 everything here would wait for whatever else the machine does.
     os.environ.setdefault("RAY_worker_niceness", "0")
