@@ -16,8 +16,7 @@ import logging
 
 import ray
 
-from actors.calls import Restartable
-from actors.handles import SandboxReaperHandle
+from actors.handles import Restartable, SandboxReaperHandle
 from actors.metrics import Reporter
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import RayappError

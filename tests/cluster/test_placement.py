@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
-from actors.calls import answer
+from actors.handles import answer
 from actors.placement import Placement, group_name
 from actors.spawn import GpuShare, role_env
 from rayapp.config.config import Config
