@@ -165,7 +165,7 @@ PING_TIMEOUT_S = 15.0
 """Long enough for a healthy process on a busy machine: one that is starved must not be taken for hung."""
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_finishes_whole(
     make_config: Callable[..., Config], max_staleness: int
 ) -> None:
