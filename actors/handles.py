@@ -319,7 +319,7 @@ class SandboxReaperHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
-    """See `actors.sandbox_pool.SandboxPool`."""
+    """See `actors.sandbox_pool.PoolActor`."""
 
     async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
         """Set the reaper that gets the pool's heartbeats. Call it before `ready`."""

@@ -33,7 +33,7 @@ CLOSE_TIMEOUT_S = 15.0
 """Deadline for ending sandboxes, well below the driver's deadline for `close`, after which this process is killed."""
 
 
-class SandboxPool(Restartable):
+class PoolActor(Restartable):
     """Actor of the sandbox pool.
 
     Args:
