@@ -130,7 +130,7 @@ ELSEWHERE = (
     How(begins="rayapp sandbox doctor", test="tests/unit/sandbox/local/test_doctor.py"),
     How(begins="rayapp sandbox run", test="tests/unit/cli/test_sandbox.py"),
     How(begins="rayapp sandbox bench", test="tests/unit/cli/test_sandbox.py"),
-    How(begins="rayapp mcp serve", test="tests/contracts/test_mcp_server.py"),
+    How(begins="rayapp sandbox serve", test="tests/contracts/test_mcp_server.py"),
     How(begins="rayapp data prepare gsm8k --out", why_not="needs the Hugging Face hub"),
     How(begins="rayapp data prepare geometry3k", why_not="needs the Hugging Face hub and a bucket"),
     How(begins="rayapp data prepare gsm8k --source /data/raw", test="tests/unit/tasks/test_data_prepare.py"),
