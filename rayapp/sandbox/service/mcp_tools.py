@@ -1,7 +1,7 @@
 """The tools run_code, run_code_once and run_command, with the interface of OpenKruise's MCP server.
 
-Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of the
-code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
+Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of
+the code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
 
 run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
 run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
