@@ -110,9 +110,7 @@ _Text = partial[str]
 """Returns the source text of a node."""
 
 
-def _expectations(
-    body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random
-) -> Iterator[_Change]:
+def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
     for node in body:
         match node:
             case ast.Assert(test=test):
