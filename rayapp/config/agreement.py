@@ -230,7 +230,7 @@ def _groups_suffice(config: Keys) -> None:
     if config.compares_groups:
         raise ValueError(
             f"rollout.group_size is 1, and algorithm.adv_estimator {estimator} compares the trajectories of a group: "
-            "no advantage would be left. Use 2 or more, or algorithm.adv_estimator: reinforce_plus_plus."
+            "no advantage would be left. Use 2 or more."
         )
 
 

@@ -23,7 +23,7 @@ from rayapp.config.agent import (
     is_data_file,
 )
 from rayapp.config.algorithm import (
-    BATCH_COUPLED_LOSSES,
+    NEEDS_GROUP,
     NEEDS_LOG_PROBS,
     NEEDS_NO_GROUP,
     AlgorithmSection,
@@ -50,6 +50,11 @@ from rayapp.core.files import Location
 LEAST_DEADLINE_S = 300.0
 SLOWEST_TOKEN_S = 0.25
 """Seconds per token, in a full batch, that no healthy server needs: 20 times those of an 8B model on an H100."""
+LACKS_BASELINE = (
+    "rollout.group_size is 1, so a trajectory is compared with no other, and its reward is its advantage: rewards that "
+    "are never negative only make answers likelier. Raise it, e.g. to 8."
+)
+"""Warning for a config that `lacks_baseline`."""
 
 
 class Keys(FrozenModel):
@@ -111,7 +116,16 @@ class Keys(FrozenModel):
     @property
     def compares_groups(self) -> bool:
         """True if advantages compare the trajectories of a group, so that one alone has none."""
-        return self.algorithm.adv_estimator not in NEEDS_NO_GROUP and self.distillation.reward_weight > 0
+        is_alone = self.rollout.group_size == 1 and self.algorithm.adv_estimator not in NEEDS_GROUP
+        uses_rewards = self.distillation.reward_weight > 0
+        return uses_rewards and not is_alone and self.algorithm.adv_estimator not in NEEDS_NO_GROUP
+
+    @property
+    def lacks_baseline(self) -> bool:
+        """True if rewards are taken as advantages, because a group has one trajectory to compare with none."""
+        others = (*NEEDS_NO_GROUP, *NEEDS_GROUP)
+        uses_rewards = self.distillation.reward_weight > 0
+        return self.rollout.group_size == 1 and uses_rewards and self.algorithm.adv_estimator not in others
 
     @property
     def scores_old_log_probs(self) -> bool:
@@ -119,7 +133,8 @@ class Keys(FrozenModel):
         algorithm = self.algorithm
         return (
             self.train.num_minibatches > 1
-            or algorithm.policy_loss in BATCH_COUPLED_LOSSES
+            or algorithm.is_batch_coupled
+            or algorithm.normalizes_by_step
             or algorithm.adv_estimator in NEEDS_LOG_PROBS
             or (algorithm.kl_in_reward.coef > 0 and algorithm.policy_loss != "bypass_mode")
         )

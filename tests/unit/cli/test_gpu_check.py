@@ -73,7 +73,7 @@ def test_a_check_that_hangs_is_a_row_with_its_last_words(monkeypatch: pytest.Mon
     body = "import signal, time\nprint('waiting for rank 1', flush=True)\ntime.sleep(1000)\n"
     row = run_check(made_up(monkeypatch, tmp_path, body, deadline_s=4.0), context_of(tmp_path))
     assert row.outcome.level == "problem"
-    assert row.outcome.figure == "nothing within 4 s; its last line: waiting for rank 1"
+    assert row.outcome.figure == "no result within 4 s; its last line: waiting for rank 1"
     assert "NCCL_DEBUG=INFO rayapp gpu-check --only made-up" in row.outcome.cure
 
 

@@ -70,7 +70,7 @@ def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refus
     config = saved(tmp_path, "llama")
     text = SMALL | {"model_type": "ministral3"}
     architecture = CONFIG_MAPPING["mistral3"](text_config=text)
-    with pytest.raises(InputError, match=r"'mistral3' can't be trained: .* language model \(ministral3\) alone"):
+    with pytest.raises(InputError, match=r"'mistral3' can't be trained: .* only its language model \(ministral3\)"):
         check_family(architecture, config)
 
 
@@ -160,7 +160,7 @@ def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("stablelm", "don't hand their attention what packing"), ("mamba2", "num_attention_heads")]
+    ("family", "reason"), [("stablelm", "don't pass their attention the arguments"), ("mamba2", "num_attention_heads")]
 )
 def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64}

@@ -512,9 +512,18 @@ def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp
     ("changes", "difference"),
     [
         # One layer less here: all of the state finds its tensors, and those of the second layer would be left over.
-        ({"num_hidden_layers": 1}, r"model\.model\.layers\.1\..* is \(128,.*\) there and missing here"),
-        ({"num_hidden_layers": 3}, r"model\.model\.layers\.2\..* is missing there and \(128,.*\) here"),
-        ({"intermediate_size": 192}, r"is \(256, 128\) there and \(192, 128\) here|\(128, 256\) there"),
+        (
+            {"num_hidden_layers": 1},
+            r"model\.model\.layers\.1\..* is \(128,.*\) in the checkpoint and missing in the model",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"model\.model\.layers\.2\..* is missing in the checkpoint and \(128,.*\) in the model",
+        ),
+        (
+            {"intermediate_size": 192},
+            r"is \(256, 128\) in the checkpoint and \(192, 128\) in the model|\(128, 256\) in the checkpoint",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
