@@ -67,7 +67,7 @@ def _sources_fit(config: Keys) -> None:
         where = f"sources[{number}] ({source.name})"
         if names.index(source.name) != number:
             raise ValueError(
-                f"{where}: sources[{names.index(source.name)}] has the same name. Rename one: metrics need unique names."
+                f"{where}: sources[{names.index(source.name)}] has the same name. Rename one of the two sources."
             )
         if not source.tasks and not source.eval.tasks:
             raise ValueError(f"{where} has no tasks: name tasks, or data files.")
