@@ -490,13 +490,25 @@ def python_in(root: int, search_path: str) -> str:
             descriptor = open_in(root, path, os.O_PATH)
         except OSError:
             continue
-        mode, file = os.fstat(descriptor).st_mode, os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2]
+        mode, file = os.fstat(descriptor).st_mode, os.readlink(f"/proc/self/fd/{descriptor}")
         os.close(descriptor)
-        if not (stat.S_ISREG(mode) and mode & 0o111):
-            continue
-        minor = file.removeprefix(f"{_PYTHON}.")
-        return "" if minor.isdecimal() and int(minor) < 9 else path
+        if stat.S_ISREG(mode) and mode & 0o111:
+            return path if _is_usable(root, file) else ""
     return ""
+
+
+def _is_usable(root: int, file: str) -> bool:
+    """Return False if a Python is older than 3.9, or has only part of its library (Debian's python3-minimal)."""
+    version = file.rpartition("/")[2]
+    minor = version.removeprefix(f"{_PYTHON}.")
+    if not minor.isdecimal():
+        return True
+    prefix = os.path.dirname(os.path.dirname(file))[len(os.readlink(f"/proc/self/fd/{root}")) :]
+    try:
+        os.close(open_in(root, f"{prefix}/lib/{version}/json", os.O_PATH))
+    except OSError:
+        return False
+    return int(minor) >= 9
 
 
 def main() -> None:
