@@ -31,7 +31,9 @@ PROGRAMS = (
     "sh", "cat", "ls", "echo", "env", "true", "sleep", "id", "mkdir", "rm", "dd", "chmod", "chown", "touch", "ln", "mv",
     "head", "sort", "sed", "grep", "bash",
 )  # fmt: skip
-_LIBRARY_PARTS = re.compile(r"(^|/)(test|tests|idlelib|lib2to3|tkinter|turtledemo|ensurepip|__pycache__|site-packages|config-.*)(/|$)")
+_LIBRARY_PARTS = re.compile(
+    r"(^|/)(test|tests|idlelib|lib2to3|tkinter|turtledemo|ensurepip|__pycache__|site-packages|config-.*)(/|$)"
+)
 
 
 def entry(name: str, content: bytes | str | None = None, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
@@ -104,17 +106,17 @@ def machine_layer(*, with_python: bool) -> bytes:
         files[f"/usr/local/bin/{version}"] = os.path.realpath(sys.executable)
         links["/usr/local/bin/python3"] = version
         library = Path(sysconfig.get_path("stdlib"))
-        for path in library.rglob("*"):
-            name = str(path.relative_to(library))
-            if path.is_file() and not _LIBRARY_PARTS.search(name):
-                files[f"/usr/local/lib/{version}/{name}"] = str(path)
+        for part in library.rglob("*"):
+            name = str(part.relative_to(library))
+            if part.is_file() and not _LIBRARY_PARTS.search(name):
+                files[f"/usr/local/lib/{version}/{name}"] = str(part)
     needing = [path for path in files.values() if "/bin/" in path or path.endswith(".so")]
     files |= {path: path for path in _libraries(needing)}
     folders = {str(parent) for name in (*files, *links, "/tmp/x", "/etc/x") for parent in Path(name).parents}
     entries = [entry(folder) for folder in sorted(folders - {"/"})]
     entries += [entry("bin", "", type=tarfile.SYMTYPE, linkname="usr/bin", size=0)]
     for name, path in sorted(files.items()):
-        entries.append(entry(name, Path(path).read_bytes(), mode=os.stat(path).st_mode & 0o777))
+        entries.append(entry(name, Path(path).read_bytes(), mode=Path(path).stat().st_mode & 0o777))
     entries += [entry(name, "", type=tarfile.SYMTYPE, linkname=target) for name, target in links.items()]
     return layer(*entries, entry("etc/passwd", "root:x:0:0:root:/root:/bin/sh\nada:x:1234:1234::/home/ada:/bin/sh\n"))
 

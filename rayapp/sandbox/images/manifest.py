@@ -1,4 +1,4 @@
-"""OCI's and Docker's JSON documents about an image: index, manifest and configuration. Pure; nothing in them is trusted."""
+"""OCI's and Docker's documents about an image: index, manifest and configuration. Pure; nothing in them is trusted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -115,9 +115,7 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
     documents.check_digest(raw, config_digest, f"the configuration of {what}")
     config = documents.read_config(raw, what)
     documents.check_platform(config, platform, what)
-    return _Plan(
-        reference=reference, digest=digest, config=config, layers=documents.layers_of(found, config, what)
-    )
+    return _Plan(reference=reference, digest=digest, config=config, layers=documents.layers_of(found, config, what))
 
 
 def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
@@ -132,6 +130,8 @@ def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], 
         for job in jobs:
             try:
                 kept.enter_context(job.result())
+            except CancelledError:
+                continue  # of a layer that another one's problem kept from starting
             except SandboxError as error:
                 problems.append(error)
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -149,9 +149,7 @@ def _too_large(store: Store, plan: _Plan, why: str) -> str:
     )
 
 
-def _layer(
-    store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]
-) -> IO[bytes]:
+def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
     """Bring one layer, and return a file that keeps it from eviction until it is closed."""
     name = layer_lock(layer.diff_id)
     while True:

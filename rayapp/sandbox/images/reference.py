@@ -1,9 +1,9 @@
 """Names of images, as `SandboxSpec.template` and the command line have them. Pure.
 
-    image:REGISTRY/NAME[:TAG][@sha256:…]    from a registry; without a registry, Docker's
-    image:oci:FOLDER[:TAG]                  a folder in OCI's image layout
-    image:archive:FILE.tar[:NAME]           a file that `docker save`, or a tool for OCI archives, wrote
-    image:build:NAME                        built here by `rayapp images build`
+image:REGISTRY/NAME[:TAG][@sha256:…]    from a registry; without a registry, Docker's
+image:oci:FOLDER[:TAG]                  a folder in OCI's image layout
+image:archive:FILE.tar[:NAME]           a file that `docker save`, or a tool for OCI archives, wrote
+image:build:NAME                        built here by `rayapp images build`
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse(text: str) -> Reference:
     rest = text.removeprefix(PREFIX)
     for kind in ("oci", "archive", "build"):
         if rest.startswith(f"{kind}:"):
-            return _local(kind, rest.removeprefix(f"{kind}:"), text)  # type: ignore[arg-type]
+            return _local(kind, rest.removeprefix(f"{kind}:"), text)
     named, at, digest = rest.partition("@")
     if at and not _DIGEST.fullmatch(digest):
         raise ImageError(f"image {text!r}: {digest!r} is no digest; write sha256: and 64 hexadecimal digits")

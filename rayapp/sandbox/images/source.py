@@ -48,7 +48,7 @@ class ImageSource:
         return self.store.trees
 
     async def hold(self, template: str) -> Hold:
-        """Return the image of a template, held; pull it first if it is missing. A pull goes on if the caller is cancelled.
+        """Return the image of a template, held; pull it first if it is missing. A pull goes on without its caller.
 
         Raises:
             ImageError: it is missing, damaged, too large, or for another platform.

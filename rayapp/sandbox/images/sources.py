@@ -8,8 +8,6 @@ parts that it lacks: time limits, mirrors, resumed downloads. Callers check dige
 
 from __future__ import annotations
 
-import hashlib
-import io
 import shutil
 import tarfile
 import time
@@ -91,7 +89,9 @@ class RegistrySource:
                 self._continue(layer, target, on_bytes)
             except OSError as error:
                 if pause_s is None:
-                    raise SandboxUnavailableError(f"{self._what(layer)} can't be downloaded: {one_line(error)}") from error
+                    raise SandboxUnavailableError(
+                        f"{self._what(layer)} can't be downloaded: {one_line(error)}"
+                    ) from error
                 time.sleep(pause_s[0])
             else:
                 return
@@ -166,8 +166,8 @@ def _client(host: str, name: str) -> Any:
     from requests.adapters import HTTPAdapter
 
     class Timed(HTTPAdapter):
-        def send(self, request: Any, **options: Any) -> requests.Response:
-            return super().send(request, **{**options, "timeout": (_CONNECT_S, _READ_S)})
+        def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
+            return super().send(request, *args, **{**options, "timeout": (_CONNECT_S, _READ_S)})
 
     bare = _bare(host)
     is_plain = host.startswith("http://") or bare.rpartition(":")[0] in _LOOPBACK or bare in _LOOPBACK
@@ -237,7 +237,9 @@ class FolderSource:
             with (self._folder / path).open("rb") as file:
                 return _read(file, str(self._reference))
         except OSError as error:
-            raise ImageError(f"image {self._reference} can't be read: {error.strerror}: {self._folder / path}") from error
+            raise ImageError(
+                f"image {self._reference} can't be read: {error.strerror}: {self._folder / path}"
+            ) from error
 
 
 class ArchiveSource:

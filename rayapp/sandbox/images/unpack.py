@@ -10,7 +10,7 @@ bits, device nodes and extended attributes are dropped.
 """
 
 # Paths are relative to descriptors, hence os and not pathlib.
-# ruff: noqa: PTH116, PTH120, PTH208
+# ruff: noqa: PTH115, PTH120
 from __future__ import annotations
 
 import ctypes
@@ -164,7 +164,7 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
                 if layer.facts.num_files > max_files:
                     raise BadLayerError(f"it has more than {max_files} files")
                 layer.add(member, archive)
-                archive.members = []  # type: ignore[attr-defined]  # otherwise a million of them stay in memory
+                archive.members = []  # otherwise a million of them stay in memory
         while stream.read(_CHUNK):
             pass
         layer.finish()
@@ -188,7 +188,7 @@ class _Layer:
         self._folder = ("", os.dup(root))
         """The folder of the last entry, as most entries lie in the same one."""
         self._modes: dict[str, tuple[int, float]] = {}
-        """Mode and time of each folder, set at the end: a folder may not be writable, and filling it changes its time."""
+        """Mode and time of each folder, set at the end, as filling a folder changes its time."""
         self.facts = Unpacked()
 
     def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
@@ -209,6 +209,7 @@ class _Layer:
         elif member.issym():
             self._make_room(folder, name)
             os.symlink(member.linkname, name, dir_fd=folder)
+            os.utime(name, (member.mtime, member.mtime), dir_fd=folder, follow_symlinks=False)
         elif member.islnk():
             self._make_room(folder, name)
             self._link(folder, path, clean(member.linkname))
@@ -367,10 +368,10 @@ def _stack_folder(source: int, target: int, root: int, path: str, implicit: froz
         inner_source = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=source)
         inner = _enter_in_tree(target, root, name, inner_path if is_implicit else "")
         try:
+            as_wanted = os.fstat(inner) if is_implicit else facts
             _stack_folder(inner_source, inner, root, inner_path, implicit)
-            if not is_implicit:
-                os.fchmod(inner, stat.S_IMODE(facts.st_mode))
-                os.utime(inner, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+            os.fchmod(inner, stat.S_IMODE(as_wanted.st_mode))
+            os.utime(inner, ns=(as_wanted.st_mtime_ns, as_wanted.st_mtime_ns))
         finally:
             os.close(inner)
             os.close(inner_source)
@@ -421,8 +422,10 @@ def _copy_file(source: int, target: int, name: str) -> None:
 def _link_late(root: int, path: str, target: str) -> None:
     (above, _, name), (there, _, old) = path.rpartition("/"), target.rpartition("/")
     try:
-        folder, other = open_in(root, above, _FOLDER), open_in(root, there, _FOLDER)
+        folder, other = open_in(root, above, os.O_RDONLY | os.O_DIRECTORY), open_in(root, there, _FOLDER)
+        before = os.fstat(folder)
         os.link(old, name, src_dir_fd=other, dst_dir_fd=folder, follow_symlinks=False)
+        os.utime(folder, ns=(before.st_mtime_ns, before.st_mtime_ns))
     except OSError as error:
         raise BadLayerError(f"the hard link {path[:200]!r} leads to a file that is in no layer: {error}") from error
     os.close(folder)
@@ -526,33 +529,35 @@ def main() -> None:
 def _do(job: dict[str, Any]) -> dict[str, object]:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0)
+    # Opened before this process leaves root: the cache may lie where only root may enter.
+    folder = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     blob = Path(job["blob"]).open("rb") if "blob" in job else None  # noqa: SIM115  (this process ends with it)
+    root = os.open(job["target"], folder)
+    layers = [(os.open(path, folder), Unpacked(**facts)) for path, facts in job.get("layers", [])]
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
     for what, value in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (value, value))
-    root = os.open(job["target"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _confine(job["target"], job.get("layers", []))
+    _confine([root, *(layer for layer, _ in layers)])
     if blob is not None:
         found = unpack(blob, root, max_bytes=job["max_bytes"], max_files=job["max_files"])
-        return {name: getattr(found, name) for name in Unpacked.__slots__}  # type: ignore[attr-defined]
-    layers = [(os.open(path, os.O_RDONLY | os.O_DIRECTORY), Unpacked(**facts)) for path, facts in job["layers"]]
+        return {name: getattr(found, name) for name in Unpacked.__slots__}
     stack(layers, root)
     uid, gid, home = user_of(root, job["user"])
     return {"uid": uid, "gid": gid, "home": home, "python": python_in(root, job["search_path"])}
 
 
-def _confine(target: str, layers: list[tuple[str, object]]) -> None:
-    """Let this process write only below its target, if the kernel has Landlock; hard links need all rights at both
-    ends."""
+def _confine(folders: list[int]) -> None:
+    """Let this process write only below these folders, if the kernel has Landlock. A hard link needs rights at both of
+    its ends."""
     from backports import zstd  # noqa: F401  (loaded now: no file can be opened afterwards)
 
     if landlock.abi() < 1:
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     ruleset = landlock.create_ruleset()
-    for path in (target, *(path for path, _ in layers)):
-        landlock.allow(ruleset, path, landlock.read_write())
+    for folder in folders:
+        landlock.allow_descriptor(ruleset, folder, landlock.read_write())
     kernel.take([landlock.restriction(ruleset)])

@@ -77,8 +77,8 @@ def why_no_images(refused: Mapping[str, str]) -> str:
     """Return why this node has no sandboxes on images, given the levels that it refused."""
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
-        f"this node's sandboxes can have no image as their root ({steps}): that takes user namespaces and Linux 5.11. Allow "
-        "them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
+        f"this node's sandboxes can have no image as their root ({steps}): that takes user namespaces and Linux 5.11. "
+        "Allow them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
     )
 
 
@@ -110,7 +110,7 @@ class LocalProvider:
         self._max_slots = max_slots or num_cores()
         self._refused: dict[str, str] = {}
         self._idle: dict[_Kind, list[Slot]] = {}
-        self._living: dict[str, tuple[LocalSandbox, _Kind, dict[str, str]]] = {}
+        self._living: dict[str, _Living] = {}
         self._num_starting = 0
         self._is_closed = False
 

@@ -121,8 +121,8 @@ class LocalSandbox:
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it; with an image
-        to the image's working folder, and it may lie anywhere.
+        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it. With an image
+        it is relative to the image's working folder, and may lie anywhere.
 
         Raises:
             OSError: the path is outside that folder, or no space is left.
@@ -195,9 +195,7 @@ class LocalSandbox:
             kind = "script" if is_session else kind
         else:
             given, kind = guest.arguments(self._image.python, _harness_source(), kind, given), GUEST
-        return await self._run(
-            kind, given, timeout_s, max_output_bytes, home=home, session=is_session, stdin=stdin
-        )
+        return await self._run(kind, given, timeout_s, max_output_bytes, home=home, session=is_session, stdin=stdin)
 
     async def _run(
         self,

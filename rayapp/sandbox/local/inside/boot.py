@@ -86,8 +86,8 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
     images = ImageView(**settings["images"]) if settings["images"] else None  # type: ignore[arg-type]
     level = make_level(str(settings["level"]), here, images)
     if level.name != "unisolated":
-        uid = privileges.images_uid() if images else None
-        privileges.leave_root([here.library, *here.shared, *here.packages], uid)
+        uid, trees = (privileges.images_uid(), [images.trees]) if images else (None, [])
+        privileges.leave_root([here.library, *here.shared, *here.packages, *trees], uid)
     mapped_bytes()
     set_standing_limits()
     # Freeze the heap: a garbage collection in a child would write to, and so copy, every page of it.

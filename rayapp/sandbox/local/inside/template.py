@@ -72,9 +72,7 @@ class Template:
     def fork(self, child: Child) -> None:
         """Ask for a child. Its process id is known after `settle`."""
         place = child.place
-        self._ask(
-            _PLACE.pack(place.home, place.writable, place.disk_mib) + place.image.encode(), child.ends.given
-        )
+        self._ask(_PLACE.pack(place.home, place.writable, place.disk_mib) + place.image.encode(), child.ends.given)
         self._asked.append(child)
 
     def settle(self) -> None:

@@ -65,7 +65,7 @@ class ImageMount:
         return not self._is_stale
 
     def enter(self, *, with_proc: bool) -> None:
-        """Make the image the root of this process, a child; with a /proc of its own pid namespace if the level has one."""
+        """Make the image the root of this process, a child; with its own /proc if the level has one."""
         if with_proc:
             kernel.unshare(kernel.CLONE_NEWNS)
             # Read-only: Landlock lets code write to all of the image.
