@@ -121,7 +121,7 @@ class LocalSandbox:
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it. With an image
+        """Write a file; see the protocol. The path is relative to the sandbox's folder, or lies in it. With an image
         it is relative to the image's working folder, and may lie anywhere.
 
         Raises:
