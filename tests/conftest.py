@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -191,6 +192,17 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skip where no namespaces can be made, as in an ordinary container: code in a sandbox then writes no files and
+    starts no programs."""
+    from rayapp.sandbox.local.doctor import run_doctor
+
+    report = asyncio.run(run_doctor(levels=("ns",), families=()))
+    if report.level == "none":
+        pytest.skip(f"no namespaces: {report.refused}")
 
 
 @pytest.fixture(scope="session")

@@ -204,7 +204,9 @@ def open_workspace(
     asked = spec or SandboxSpec()
     spec = replace(
         asked,
-        packages=tuple(sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.config.packages)})),
+        packages=tuple(
+            sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.config.packages)})
+        ),
         memory_mib=max([tool.config.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
     )
     wait_s = max(tool.config.lease_timeout for tool in tools)

@@ -148,7 +148,7 @@ class RepositoryTask:
             memory_mib=folder.memory_mib,
             disk_mib=folder.disk_mib,
             max_processes=_PROCESSES,
-            own_root=bool(folder.workdir),
+            own_files=True,
         )
 
     @property
