@@ -25,6 +25,16 @@ ModelConfig = Annotated[
 ]
 
 
+def loaded_config(config: Path | None, overrides: list[str] | None) -> Config:
+    """Return the configuration of a command whose CONFIG is optional: its first argument may be an override too."""
+    from rayapp.config.loading import load_config
+
+    given = overrides or []
+    if config is not None and "=" in config.name and not config.exists():
+        return load_config(None, [str(config), *given])
+    return load_config(config, given)
+
+
 @contextmanager
 def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
     """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import OptionalConfigFile, Overrides
+from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 )
 def config_show(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
     """Print the configuration with every default filled in, after checking it."""
-    from rayapp.config.loading import load_config, to_yaml
+    from rayapp.config.loading import to_yaml
 
-    typer.echo(to_yaml(load_config(config, overrides or ())), nl=False)
+    typer.echo(to_yaml(loaded_config(config, overrides)), nl=False)
 
 
 _WIDTH_OF_FILES = 200

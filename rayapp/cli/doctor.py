@@ -22,8 +22,17 @@ from typing import Any, Literal
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, frozen_models, gpu_arithmetic, num_gpus_of, sources_of
+from rayapp.cli.arguments import (
+    EXIT_FAILED,
+    ModelConfig,
+    OptionalConfigFile,
+    Overrides,
+    loaded_config,
+    with_model_config,
+)
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
@@ -106,6 +115,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
 
     model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
+    problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # a folder with weights also has a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
@@ -473,11 +483,9 @@ def _most_checkpoints(config: Config) -> int:
 @app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
 def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
     """Report what this machine has and whether CONFIG can run on it. If not, print the cure and exit with 1."""
-    from rayapp.config.loading import load_config
-
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
-    with with_model_config(load_config(config, overrides or ()), model_config) as loaded:
+    with with_model_config(loaded_config(config, overrides), model_config) as loaded:
         failed = doctor_command(loaded, has_weights=model_config is None)
 
     raise typer.Exit(EXIT_FAILED if failed else 0)

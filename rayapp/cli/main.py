@@ -75,7 +75,6 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
-app.add_typer(serve.mcp_app, name="mcp")
 
 
 def _show_as_written(typed: typer.Typer) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 STAND_INS, FORKS = ROOT / "tests" / "data" / "stand_ins", ROOT / "tests" / "data" / "forks"
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
-KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_MCP_API_KEY": "key-of-the-tools"}
+KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_SANDBOX_API_KEY": "key-of-the-tools"}
 """In the environment of every process of a Ray that runs share."""
 Descendants = Callable[[], dict[int, str]]
 

@@ -29,10 +29,10 @@ import psutil
 import pytest
 from starlette.routing import Mount, Route
 
+from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
-from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.environments.openenv import OpenEnvScene
 from rayapp.rollout.external_agent import _answer_in
@@ -46,11 +46,12 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.server import make_app
 from rayapp.runs.view.source import open_source
-from rayapp.sandbox.mcp_server.app import _application, serving
-from rayapp.sandbox.mcp_server.tools import ServerLimits
+from rayapp.sandbox.service.app import _application, serving
+from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.custom_rewards import RewardFailedError
+from rayapp.tasks.fusion import fusion_routes
 from rayapp.tasks.judges.questions import read_answer as read_answer_of_judge
 from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
 from rayapp.tasks.repository.task import as_answer, changed_files, read_answer
@@ -147,6 +148,23 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
+PROGRAMS = (
+    *JSON_BOMBS,
+    body(code="1", files={"../x": "", "/etc/x": ""}),
+    body(code="1", files={f"f{i}": "A" * 100_000 for i in range(60)}),
+    body(code="1", files={"a": "!" * 4_000_000}),
+    body(code="(" * 1_000_000),
+    body(code="print('x' * 10**9)", stdin="1" * 3_000_000, run_timeout=1),
+    body(code="1", language="x" * 1_000_000, fetch_files=["x" * 600]),
+    body(code=HALF, run_timeout=1e400, memory_limit_MB=10**30),
+)
+SUBMISSIONS = (
+    *JSON_BOMBS,
+    body(completion="```python\n" * 300_000, config={"provided_data": {"inputs": [""], "outputs": [""]}}),
+    body(completion="print(1)", config={"provided_data": {"test": "[" * 500_000}}),
+    body(completion="print(1)", config={"provided_data": [{"id": HALF}] * 100_000}, id=3),
+    body(completion="1", config={"dataset_type": "MBPPDataset", "provided_data": {"test": ["assert f(1)" * 9999]}}),
+)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -172,7 +190,14 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/metrics": QUERIES,
         "/health": QUERIES,
     },
-    "mcp": {"/mcp": JSON_BOMBS, "/health": QUERIES},
+    "sandbox service": {
+        "/mcp": JSON_BOMBS,
+        "/run_code": PROGRAMS,
+        "/submit": SUBMISSIONS,
+        "/v1/ping": QUERIES,
+        "/health": QUERIES,
+        "/metrics": QUERIES,
+    },
     "view": {
         "/": QUERIES,
         "/static": QUERIES,
@@ -279,15 +304,17 @@ async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def mcp(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    async with serving(SandboxConfig(providers=(LocalConfig(max_sandboxes=1),)), api_key="k") as url:
+async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
+    async with serving(config, keys={"test": "k"}, more_routes=fusion_routes()) as address:
         headers = {
             "e2b-api-key": "k",
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
         }
-        app: Any = _application(None, ServerLimits(), None, "127.0.0.1")  # type: ignore[arg-type]
-        yield Asked({each.path for each in app.routes}, partial(ask, url, headers))
+        none: Any = None
+        app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
+        yield Asked({each.path for each in app.routes if isinstance(each, Route)}, partial(ask, address, headers))
 
 
 def _degenerate(group: Group) -> Group:
@@ -319,7 +346,7 @@ async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
     "gateway": gateway,
     "serve": serve,
-    "mcp": mcp,
+    "sandbox service": sandbox_service,
     "view": view,
 }
 
@@ -475,7 +502,7 @@ DECODES = {
     "rayapp/sandbox/local/inside/child.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
-    "rayapp/sandbox/mcp_server/app.py": "mcp",
+    "rayapp/sandbox/service/app.py": "sandbox service",
     "rayapp/sandbox/providers/relay.py": "unit/sandbox/providers/test_relay.py",
     "rayapp/sandbox/providers/relay_program.py": OURS,
     "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
@@ -486,6 +513,7 @@ DECODES = {
     "rayapp/tasks/data/rows.py": OURS,
     "rayapp/tasks/environments/verifiers.py": OURS,
     "rayapp/tasks/environments/verifiers_child.py": OURS,
+    "rayapp/tasks/fusion.py": "sandbox service",
     "rayapp/tasks/generators.py": OURS,
     "rayapp/tasks/grading.py": OURS,
     "rayapp/tasks/judges/client.py": "answers of judges",
@@ -494,6 +522,7 @@ DECODES = {
     "rayapp/tasks/repository/folder.py": OURS,
     "rayapp/tasks/repository/hidden_tests.py": OURS,
     "rayapp/tasks/repository/scripts.py": "unit/tasks/test_repository.py",
+    "rayapp/tasks/repository/sentinels.py": OURS,
     "rayapp/tasks/repository/task.py": "files that agents changed",
     "rayapp/tasks/text_child.py": OURS,
     "rayapp/tools/base.py": OURS,

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from rayapp.tasks.code.languages import Language
+
 Comparison = Literal["lines", "decimals"]
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -144,3 +146,5 @@ class CodeTests:
     """The candidate may also use the usual imports of competitive programming (`assembling.py`)."""
     num_public: int = 0
     """Number of tests, from the first, that the problem's text shows."""
+    language: Language | None = None
+    """Language of the program to write; None is Python."""

@@ -101,6 +101,8 @@ class Own(BaseModel):
     """Patterns of the files that count; changes to other files are ignored."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test is passed, else 0. share: tests passed / tests."""
+    sentinels: int = Field(12, ge=0, le=64)
+    """Most runs of a trusted test.sh with a wrong expectation, to find forged verdicts; 0 runs none."""
 
 
 class _Metadata(_Section):

@@ -281,14 +281,14 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Write the files that libc looks up: the user's name, and the libraries' places. Only the latter come from this
-    machine's own /etc."""
+    """Write the files that libc looks up: the user's name, and the libraries' places. Only the latter and Java's
+    settings come from this machine's own /etc."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()
     (etc / "passwd").write_text(f"sandbox:x:{uid}:{gid}:sandbox:{_TMP}:/bin/sh\n")
     (etc / "group").write_text(f"sandbox:x:{gid}:\n")
     (etc / "hostname").write_text("sandbox\n")
-    for name in ("ld.so.cache", "alternatives"):
+    for name in ("ld.so.cache", "alternatives", *(path.name for path in Path("/etc").glob("java-*-openjdk"))):
         if os.access(f"/etc/{name}", os.R_OK):
             _bind_read_only(f"/etc/{name}", f"{root}/etc/{name}")

@@ -1,7 +1,7 @@
 """The tools run_code, run_code_once and run_command, with the interface of OpenKruise's MCP server.
 
-Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of the
-code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
+Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of
+the code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
 
 run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
 run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
@@ -25,7 +25,8 @@ from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.mcp_server.sessions import Sessions
+from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
+from rayapp.sandbox.service.sessions import SessionId, Sessions
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000
@@ -136,20 +137,20 @@ class SandboxTools:
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(asked, session_id := _session_id(ctx)):
-            sandbox = await self._sessions.sandbox(session_id, asked.spec, ttl_s=asked.ttl_s)
+        async with self._failures(session := _session(ctx, asked.client)):
+            sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             result = await sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, stateful=True, max_output_bytes=self._limits.max_output_bytes
             )
         _check_time(result, asked.timeout_s)
-        return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session_id)}
+        return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session)}
 
     async def run_code_once(self, code: Code, ctx: _Context, language: Language = "python") -> dict[str, Any]:
         """Run code in a new sandbox that ends with it, and return what it printed."""
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(asked, ""), self._sessions.once(asked.spec) as sandbox:
+        async with self._failures(None), self._sessions.once(asked.client, asked.spec) as sandbox:
             result = await sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
             )
@@ -166,8 +167,8 @@ class SandboxTools:
         """Run a shell command in this session's sandbox."""
         asked = self._asked(ctx)
         argv = ["/bin/sh", "-c", _shell_text(cmd, envs or {}, cwd)]
-        async with self._failures(asked, session_id := _session_id(ctx)):
-            sandbox = await self._sessions.sandbox(session_id, asked.spec, ttl_s=asked.ttl_s)
+        async with self._failures(session := _session(ctx, asked.client)):
+            sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             result = await sandbox.run_command(
                 argv, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
             )
@@ -180,20 +181,22 @@ class SandboxTools:
         timeout_s = _seconds(headers, "x-execution-timeout", limits.execution_timeout_s, limits.max_execution_timeout_s)
         ttl_s = _seconds(headers, "x-sandbox-ttl", limits.sandbox_ttl_s, limits.max_sandbox_ttl_s)
         template = headers.get("x-template", "") if limits.passes_templates else ""
-        return _CallHeaders(timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
+        client = headers.get(CLIENT_HEADER, ONLY_CLIENT)
+        return _CallHeaders(client=client, timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
 
     @asynccontextmanager
-    async def _failures(self, asked: _CallHeaders, session_id: str) -> AsyncIterator[None]:
+    async def _failures(self, session: SessionId | None) -> AsyncIterator[None]:
         """Raise sandbox failures as errors of the protocol."""
         try:
             yield
         except SandboxGoneError as error:
-            if not session_id:
+            if session is None:
                 raise MCPError(EXECUTION_FAILED, f"the sandbox died: {error}") from error
-            await self._sessions.lose(session_id)
+            await self._sessions.lose(session)
             raise ToolError(f"sandbox not found: {error}") from error
         except SandboxDeadlineError as error:
-            await self._sessions.lose(session_id)
+            if session is not None:
+                await self._sessions.lose(session)
             raise MCPError(TIMED_OUT, f"no answer from the sandbox: {error}") from error
         except SandboxUnavailableError as error:
             raise MCPError(CREATE_FAILED, f"no sandbox is available: {error}") from error
@@ -205,6 +208,7 @@ class SandboxTools:
 class _CallHeaders:
     """Sandbox and limits that a call's headers ask for."""
 
+    client: str
     timeout_s: float
     ttl_s: float
     spec: SandboxSpec
@@ -221,11 +225,11 @@ def _seconds(headers: Mapping[str, str], name: str, default: float, most: float)
     return min(value, most)
 
 
-def _session_id(ctx: _Context) -> str:
-    session_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
-    if not session_id:
+def _session(ctx: _Context, client: str) -> SessionId:
+    mcp_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
+    if not mcp_id:
         raise ToolError("this tool needs an MCP session, and the client keeps none; use run_code_once")
-    return session_id
+    return SessionId(client, mcp_id)
 
 
 def _check_language(language: str) -> None:
