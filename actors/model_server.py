@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.calls import Restartable
+from actors.handles import Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.other_models import ModelServerSection

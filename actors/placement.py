@@ -29,7 +29,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.calls import answer
+from actors.handles import answer
 from actors.spawn import ROLES, GpuShare, free_address
 from rayapp.config.bundles import Bundle, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config

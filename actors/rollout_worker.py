@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from actors.calls import Restartable
-from actors.handles import SandboxPoolHandle, VllmServerHandle
+from actors.handles import Restartable, SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
 from actors.routing import GroupCalls
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE

@@ -16,8 +16,7 @@ import logging
 
 import ray
 
-from actors.calls import Restartable
-from actors.handles import SandboxReaperHandle
+from actors.handles import Restartable, SandboxReaperHandle
 from actors.metrics import Reporter
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import RayappError
@@ -34,7 +33,7 @@ CLOSE_TIMEOUT_S = 15.0
 """Deadline for ending sandboxes, well below the driver's deadline for `close`, after which this process is killed."""
 
 
-class SandboxPool(Restartable):
+class PoolActor(Restartable):
     """Actor of the sandbox pool.
 
     Args:

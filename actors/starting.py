@@ -29,7 +29,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import answer
 from actors.handles import (
     Handle,
     LearnerHandle,
@@ -38,6 +37,7 @@ from actors.handles import (
     SandboxPoolHandle,
     SandboxReaperHandle,
     VllmServerHandle,
+    answer,
 )
 from actors.own_ray import RayConnection, server_names
 from actors.placement import Placement

@@ -12,8 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from actors.calls import Restartable
-from actors.handles import GenerateRequest
+from actors.handles import GenerateRequest, Restartable
 from actors.metrics import Reporter
 from rayapp.config.config import Config
 from rayapp.core.aio import as_they_end

@@ -50,7 +50,7 @@ def trajectory(
     return Trajectory.of_tokens(token_ids, mask, reward=Reward(value=reward), log_probs=of_engine)
 
 
-class Learner:
+class LocalLearner:
     """The policy and its optimizer, for the length of a `with` block.
 
     Args:
@@ -108,7 +108,7 @@ class Learner:
 
     def _open(self) -> PolicyLearner:
         if self._learner is None:
-            raise RuntimeError("the learner is not open: use it within `with Learner(...) as learner:`")
+            raise RuntimeError("the learner is not open: use it within `with LocalLearner(...) as learner:`")
         return self._learner
 
 

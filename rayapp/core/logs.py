@@ -61,9 +61,9 @@ def make_logs_visible() -> None:
         return
 
     def make_visible(*args: object, **kwargs: object) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        # Wrap the existing factory, which may be Ray's (it records the time), and change the class of its record.
-        record.__class__ = _VisibleRecord
+        record = _VisibleRecord(*args, **kwargs)  # type: ignore[arg-type]
+        # The existing factory may be Ray's, which records the time.
+        record.__dict__.update(make(*args, **kwargs).__dict__)
         if record.exc_info:
             # Formatters use exc_text if it is set.
             record.exc_text = visible(logging.Formatter().formatException(record.exc_info))

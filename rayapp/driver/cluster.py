@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.calls import answer
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run

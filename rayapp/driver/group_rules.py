@@ -98,7 +98,7 @@ MOST_LOST_GROUPS = 10
 GROUP_FAILED = "group_failed"
 
 
-class _Step(NamedTuple):
+class _StepCounts(NamedTuple):
     """Counts of one step."""
 
     num_groups: int
@@ -118,7 +118,7 @@ class FailureBudget:
 
     def __init__(self, max_ratio: float) -> None:
         self._max_ratio = max_ratio
-        self._window: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._window: deque[_StepCounts] = deque(maxlen=WINDOW_STEPS)
         self._lost: list[int] = []
         """Number of trajectories of each group that failed as a whole since the last step."""
 
@@ -131,7 +131,7 @@ class FailureBudget:
         groups = [summary.failure_kinds for summary in summaries] + [(GROUP_FAILED,) * size for size in self._lost]
         self._lost = []
         self._window.append(
-            _Step(
+            _StepCounts(
                 num_groups=len(groups),
                 num_failing=sum(any(kinds) for kinds in groups),
                 num_trajectories=sum(map(len, groups)),

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 160 << 20, reason="vLLM's ranks need 160 MiB of /dev/shm"),
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]

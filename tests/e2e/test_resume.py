@@ -228,7 +228,6 @@ GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2", "cluster.dashboard=
 def interrupted(
     config_file: Path,
     killed: Killed,
-    forked_runs: None,
     descendants: Callable[[], dict[int, str]],
     settled: Callable[..., dict[int, str]],
 ) -> Interrupted:

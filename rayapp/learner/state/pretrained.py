@@ -185,7 +185,7 @@ def read_whole(
     Args:
         causal_lm: a model on the meta device.
         sources: origins of all its tensors.
-        names: all names of a group (`hub_names.groups_of`), or tensors that are converted alone.
+        names: all names of a group (`groups_of`), or tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]

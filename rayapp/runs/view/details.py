@@ -154,13 +154,13 @@ _MAX_TOKENS_OF_A_CHARACTER = 12
 _REPLACEMENT = "\ufffd"
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """The methods of `tokenizers.Tokenizer` used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
     """Return (T,) the text that each token adds; joined they give the whole text.
 
     Example: a character of three byte tokens gives ["", "", "€"].
@@ -238,7 +238,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
 
 
 def read_trajectory(
-    source: RunSource, step: int, group_id: int, index: int, tokenizer: Tokenizer | None
+    source: RunSource, step: int, group_id: int, index: int, tokenizer: TokenDecoder | None
 ) -> dict[str, Any]:
     """Return one trajectory with its turns.
 
@@ -264,7 +264,7 @@ def read_trajectory(
     }
 
 
-def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def turns_of(tokens: dict[str, Any], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
     """Split a trajectory into read and sampled parts, in order. A stretch of the mask between two forks is a turn.
 
     Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; sampled parts also list every token.

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectStoreFullError, OutOfMemoryError, RayTaskError
 
-from actors.calls import answer
+from actors.handles import answer
 from rayapp.core.errors import DeadlineError, ObjectsLostError, ProcessDiedError, RayappError, StaleVersionError
 
 
