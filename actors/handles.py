@@ -1,7 +1,7 @@
 """Typed handles of the Ray actors, through which the driver and the workers call them with deadlines.
 
 A handle is plain data and is sent to other actors as its name. Each method has the call's name, deadline and types; the
-work is in the class of the same name without `Handle`. Errors name the actor and the call; only this module knows Ray's
+work is in the class of the same name without `Handle`. Errors name the actor and the call; only this module uses Ray's
 exception types.
 """
 
@@ -93,18 +93,20 @@ def _died(error: RayActorError, what: str) -> ProcessDiedError:
 
 
 def _lost(error: ObjectLostError | RayActorError, what: str) -> ObjectsLostError:
-    return ObjectsLostError(f"{what}: what it needs was in a process or on a node that is gone. {_first_lines(error)}")
+    return ObjectsLostError(
+        f"{what}: an object that it needs was in a process or on a node that is gone. {_first_lines(error)}"
+    )
 
 
 def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
     if isinstance(cause, RayappError | TimeoutError):
         return cause
-    # A full store spills to files; Ray fails only when their disk is full too, and names the disk.
+    # A full store spills to files; Ray raises this only when the disk is full too, and names the disk.
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         return RayappError(
-            f"{what}: Ray's object store is full. Raise cluster.object_store_mib, or --object-store-memory of "
-            f"`ray start` if the Ray is yours, or free space on the disk that Ray spills to. {_first_lines(cause)}"
+            f"{what}: Ray's object store is full. Raise cluster.object_store_mib (or --object-store-memory, if you ran "
+            f"`ray start`), or free space on the disk to which Ray spills. {_first_lines(cause)}"
         )
     if isinstance(cause, OutOfMemoryError):
         return _out_of_memory(cause, what)
@@ -116,7 +118,7 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
 def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
     return ProcessDiedError(
         f"{what}: Ray ended its process because the node ran out of memory. Lower learner.max_tokens_per_microbatch or "
-        f"server.kv_cache_gib, or end what else runs here. {_first_lines(error)}"
+        f"server.kv_cache_gib, or end other programs on that node. {_first_lines(error)}"
     )
 
 
@@ -145,7 +147,8 @@ class Restartable:
 ObjectRef = Any  # ray.ObjectRef[T] would need the types of the objects
 Facts = dict[str, Any]
 GROUP_MARGIN_S = 180.0
-"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this is over."""
+"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this time is
+over."""
 GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
 """Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
 
@@ -205,7 +208,7 @@ class VllmServerHandle(Handle):
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """Yield completions of requests that start together, with their position, as they end.
+        """Yield completions of requests that start together, each with its position, as they end.
 
         Raises:
             EngineDeadError: the server is gone, and so are the completions that were not yielded yet.

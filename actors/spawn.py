@@ -1,4 +1,4 @@
-"""The one table of Ray actors, and the only place that calls `ray.remote`.
+"""The table of all Ray actors. Only this module calls `ray.remote`.
 
 role             class           name in the dashboard    restarts by Ray
 sandbox pool     PoolActor       sandbox-pool             any: the driver counts them, and makes each ready again
@@ -119,7 +119,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
             f"an actor {name} runs in namespace {namespace} of this Ray already: another run has the same run.name. "
-            "Stop that one (rayapp stop, ray job stop), or choose another run.name."
+            "Stop that run (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 
 

@@ -1,6 +1,5 @@
-"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin shell around `rayapp.engine.vllm`.
-
-It refuses to generate with weights other than those a caller asks for, and with weights that may be a mixture.
+"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin actor around `rayapp.engine.vllm`. It refuses to generate
+with an older policy version than the caller requires, and with weights that may be a mixture of two versions.
 """
 
 from __future__ import annotations

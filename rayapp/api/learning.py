@@ -40,7 +40,7 @@ def trajectory(
         InputError: there is no token, or not one log-prob for each.
     """
     if not len(prompt_ids) or not len(completion_ids):
-        raise InputError("a trajectory has a prompt and a completion of one token at least")
+        raise InputError("a trajectory needs a prompt and a completion of at least one token")
     if log_probs is not None and len(log_probs) != len(completion_ids):
         raise InputError(f"{len(completion_ids)} tokens were sampled, but there are {len(log_probs)} log-probs")
     token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
@@ -55,7 +55,7 @@ class LocalLearner:
 
     Args:
         config: its sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
-        overrides: settings that win over it.
+        overrides: settings that replace the config's.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:

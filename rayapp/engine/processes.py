@@ -1,6 +1,6 @@
 """Makes the processes that vLLM starts import as little as the server does: 12 seconds of a core instead of 14.
 
-A spawned process unpickles its target before the target's arguments: so it imports this module first, then vLLM.
+A spawned process unpickles its target before the target's arguments, so it imports this module first, then vLLM.
 """
 
 from __future__ import annotations

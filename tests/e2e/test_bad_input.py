@@ -159,7 +159,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
     # 1 where a learner could not write its part of a checkpoint, 2 where the driver could not write to the run folder.
     assert code in (1, 2), output
     assert "No space left on device" in output
-    assert "The last whole checkpoint, step=000001, is intact" in output
+    assert "the last complete checkpoint, step=000001, which is intact" in output
     assert "start the same command again" in output
     checkpoint = RunFolder(kept / "run", Config()).checkpoints.latest()
     assert checkpoint is not None

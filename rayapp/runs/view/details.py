@@ -3,7 +3,7 @@
 Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. Beside them:
 
 - Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
-  the group alone; for other estimators the page shows the reward minus the group's mean, and says so.
+  the group alone; for other estimators the page shows the reward minus the group's mean, with a note.
 - Differences between two completions, by line and within lines.
 - The text that each token adds, so that tokens can be coloured.
 """
@@ -319,7 +319,7 @@ def _cut_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a text, and say how many characters are left out."""
+    """Cut a text, and note how many characters are left out."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}\n… {len(text) - max_chars:,} more characters"
 
 
@@ -340,7 +340,7 @@ def _read(
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
         table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)
     except FileNotFoundError:
-        raise InputError(f"step {step} has no trajectories here") from None
+        raise InputError(f"step {step} has no recorded trajectories") from None
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} can't be read: {error}") from None
     rows: list[dict[str, Any]] = table.to_pylist()

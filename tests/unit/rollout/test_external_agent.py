@@ -492,11 +492,11 @@ def test_arguments_are_filled_in_once() -> None:
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
-            "sandboxes of fake have no way to the policy; those of local, e2b and daytona have",
+            "sandboxes of fake have no connection to the policy, unlike sandboxes of local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
-            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
+            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise sandbox.lease_ttl_s to 660",
         ),
         (
             {
@@ -507,7 +507,7 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         (
             {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
-            "an external agent brings tools of its own",
+            "an external agent has tools of its own",
         ),
     ],
 )
