@@ -7,8 +7,8 @@ serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ct
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
-like a run's, so that `reap` finds it if this process is killed. `reap` asks the config's providers, or those whose key
-is in the environment, for the sandboxes of one run (--run) or of every run with this key.
+like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
+every run with this key, at the config's providers, or at those whose key is in the environment.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def doctor(
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
-    provider: Annotated[str, typer.Option(help="Where it runs: local, e2b, daytona or mcp")] = "local",
+    provider: Annotated[str, typer.Option(help="Provider of the sandbox: local, e2b, daytona or mcp")] = "local",
     stdin: Annotated[bool, typer.Option("--stdin", help="Pass this command's standard input to the program")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
     package: Annotated[
@@ -208,7 +208,7 @@ async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> Non
 )
 def reap(
     run: Annotated[
-        str | None, typer.Option(help="Name of the run (run.name); default: every run, living ones too")
+        str | None, typer.Option(help="Name of the run (run.name); default: every run, also live runs")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the sandboxes that would be ended")] = False,
     provider: Annotated[
@@ -223,12 +223,12 @@ def reap(
 
     loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
-        typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
+        typer.confirm("This ends the sandboxes of every run with this key, also of live runs. Continue?", abort=True)
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text as it is, but make control characters visible on a terminal, which would obey them."""
+    """Print text unchanged, but on a terminal make control characters visible, which the terminal would obey."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -271,7 +271,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
     """End sandboxes: one line each on standard output, failures on standard error.
 
     Returns:
-        0: nothing is left; 1: something may be; 2: a key or an endpoint is wrong.
+        0: no sandbox is left; 1: some may be left; 2: a key or an endpoint is wrong.
     Raises:
         InputError: a provider is unknown.
         SandboxConfigError: there is no provider to ask, or its key or package is missing.

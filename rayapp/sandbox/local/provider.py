@@ -138,11 +138,11 @@ class LocalProvider:
             raise
         finally:
             self._num_starting -= 1
-        if spec.own_root and not slot.level.startswith("ns"):
+        if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"this node's sandboxes ({slot.level}) have no root folder of their own, and Harbor's scripts need "
-                "/tests and /logs there: allow user namespaces, or use a remote provider"
+                f"code can write no files in this node's sandboxes ({slot.level}), and a repository with its tests "
+                "needs that: allow user namespaces, or use a remote provider"
             )
         image = hold.image if hold is not None else None
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended, image)
