@@ -18,9 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import ExecRecord
+from rayapp.tools.config import parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +140,29 @@ class Tool(Protocol):
         ...
 
 
+class ToolConfig(BaseModel):
+    """`config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`; other keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str = "native"
+    timeout: float | None = Field(None, gt=0)
+    """Deadline of one call in seconds. null: the class's `timeout_s`."""
+
+
 class ToolBase:
-    """Base class of most tools; subclasses add `schema` and `execute`, and the other three if they keep state.
+    """Base class of most tools; subclasses add `schema` and `execute`, `Config` if they have keys of their own, and the
+    other three methods if they keep state.
 
     Args:
-        config: the `config` section of the tool's entry; `timeout` is the deadline of one call in seconds.
+        config: the `config` section of the tool's entry.
         schema: the entry's `tool_schema`; None keeps the class's own.
         context: services of the process.
+    Raises:
+        ConfigError: `config` has a key that `Config` lacks, or a wrong value.
     """
 
+    Config: type[ToolConfig] = ToolConfig
+    config: ToolConfig
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
@@ -157,12 +174,12 @@ class ToolBase:
         schema: ToolSchema | None = None,
         context: ToolContext | None = None,
     ) -> None:
-        self.config = dict(config or {})
+        self.config = parse(config or {}, self.Config, where=f"config of tool {type(self).__name__}")
         self.context = context or ToolContext()
         if schema is not None:
             self.schema = schema
-        if "timeout" in self.config:
-            self.timeout_s = float(self.config["timeout"])
+        if self.config.timeout is not None:
+            self.timeout_s = self.config.timeout
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
         return None
