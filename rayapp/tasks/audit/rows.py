@@ -106,7 +106,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         run_later=partial(_run_later, problem, tests, a_year_later(reference)),
         limit_s=problem.rules.test_timeout_s,
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
-        notes={} if reference else {"solution": "none came with it"},
+        notes={} if reference else {"solution": "the data has none"},
     )
 
 
@@ -120,7 +120,7 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """Run all tests, not only those that the seed would draw."""
+    """Run all tests, not only the ones that the seed draws."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
