@@ -161,7 +161,7 @@ async def reward_of(
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(
-            lambda: problem.truth(problem, played, sandboxes, seed),
+            lambda: problem.score(problem, played, sandboxes, seed),
             weights=problem.weights or PLAIN,
             tools=tool_rewards(played) if problem.weights is not None else None,
             judge=partial(judging.with_scores, problem.prompt, played.completion_text) if judging is not None else None,

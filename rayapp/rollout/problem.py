@@ -1,6 +1,6 @@
 """What a group plays: a problem, which every task and every row of data becomes, and the agent that plays it.
 
-Task | DataRow -> Problem --Agent.prompt--> its prompt --Agent.play--> Trajectory --Problem.truth--> Reward
+Task | DataRow -> Problem --Agent.prompt--> its prompt --Agent.play--> Trajectory --Problem.score--> Reward
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import AgentTask, RolloutEngine, SandboxSource, Task
 from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, SamplingParams, Trajectory
-from rayapp.tasks.answers import Answer, AnswerRewards, truth_of
+from rayapp.tasks.answers import Answer, AnswerRewards, scorer_of
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN, Weights
 
@@ -29,11 +29,11 @@ class Problem:
 
     prompt: Prompt
     """Prompt of all trajectories; the group records it. Until an agent has rendered it, it holds no text."""
-    truth: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
+    score: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
     """Scores a trajectory that did not fail, with the seed of hidden tests. May raise anything: see `verdict`."""
     weights: Weights | None = PLAIN
     """None: its rewards have no terms of tools and turns."""
-    opening: AgentStart | None = None
+    agent_start: AgentStart | None = None
     """Start of an agent; None: the task says it."""
     task: Task | None = None
     """Task that this is; None: a row of data."""
@@ -47,9 +47,9 @@ class Problem:
         Raises:
             InputError: the task can't be played by an agent.
         """
-        if self.opening is not None:
-            return self.opening
-        assert self.task is not None, "a problem has a task or an opening"
+        if self.agent_start is not None:
+            return self.agent_start
+        assert self.task is not None, "a problem has a task or an agent_start"
         return agent_start(self.task)
 
 
@@ -79,10 +79,10 @@ async def prompted(problem: Problem, agent: Agent) -> Problem:
 
 
 def problem_of_task(task: Task, weights: Weights | None = None) -> Problem:
-    return Problem(prompt=bare_prompt(task.name), truth=_task_truth, weights=weights, task=task)
+    return Problem(prompt=bare_prompt(task.name), score=_score_task, weights=weights, task=task)
 
 
-async def _task_truth(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
+async def _score_task(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
     assert problem.task is not None
     return await problem.task.score(problem.prompt, played.completion_text, sandboxes, seed=seed)
 
@@ -109,17 +109,17 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
     """
     rewards.truth_kind(row.data_source)
 
-    async def truth(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
-        return await truth_of(Answer.of(row, played.completion_text), rewards, sandboxes, seed=seed)()
+    async def score(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
+        return await scorer_of(Answer.of(row, played.completion_text), rewards, sandboxes, seed=seed)()
 
     # Tests of a code problem may have megabytes.
     long = {"ground_truth": row.ground_truth, "extra_info": row.extra_info}
     kept = {name: value for name, value in long.items() if is_kept(value)}
     return Problem(
         prompt=bare_prompt(row.data_source, row.prompt_ids, **kept),
-        truth=truth,
+        score=score,
         weights=rewards.weights,
-        opening=AgentStart(messages=row.messages, tools_kwargs=row.tools_kwargs),
+        agent_start=AgentStart(messages=row.messages, tools_kwargs=row.tools_kwargs),
         agent_name=row.agent_name,
     )
 

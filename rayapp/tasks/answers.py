@@ -34,7 +34,7 @@ from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.text_process import TextTooCostlyError, on_text
-from rayapp.tasks.verdict import PLAIN, ToolRewards, Truth, Weights, verdict
+from rayapp.tasks.verdict import PLAIN, Scorer, ToolRewards, Weights, verdict
 
 Method = Literal["strict", "flexible"]
 
@@ -121,11 +121,11 @@ async def score_answer(
             `AnswerRewards.truth_kind` reports it before a run starts.
         One of `verdict.ENDS_GROUP`.
     """
-    truth = truth_of(answer, rewards, sandboxes, seed=seed)
-    return await verdict(truth, weights=rewards.weights, tools=tools or ToolRewards())
+    score = scorer_of(answer, rewards, sandboxes, seed=seed)
+    return await verdict(score, weights=rewards.weights, tools=tools or ToolRewards())
 
 
-def truth_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Truth:
+def scorer_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Scorer:
     """Return the function that scores an answer.
 
     A text that is too long or takes too much time to read is a wrong answer, with status too_long or unreadable.

@@ -1,6 +1,6 @@
 """Computes the verdict on an answer, for training, evaluation, `score`, `try`, `rescore` and `task audit`.
 
-    truth() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
+    score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 
 Tasks, reward functions and judges are foreign code: whatever they raise or return costs at most one trajectory.
 
@@ -33,7 +33,7 @@ from rayapp.core.trajectories import branches, storable, summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, Trajectory
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error, storable_terms
 
-Truth = Callable[[], Awaitable[Reward]]
+Scorer = Callable[[], Awaitable[Reward]]
 """Scores one answer, from a task, a rule, a reward function or an environment."""
 ENDS_GROUP = (
     SandboxConfigError,
@@ -75,7 +75,7 @@ LEASE_TIMEOUT_S = 120.0
 
 
 async def verdict(
-    truth: Truth,
+    score: Scorer,
     *,
     weights: Weights = PLAIN,
     tools: ToolRewards | None = None,
@@ -95,7 +95,7 @@ async def verdict(
     """
     started = time.perf_counter()
     try:
-        reward = settled(await guarded(truth, named))
+        reward = settled(await guarded(score, named))
         if reward.valid:
             reward = settled(_weighed(reward, weights, tools))
         if judge is not None:

@@ -1,14 +1,14 @@
 """Players of environments' rows, and the environments' rewards. One player per source.
 
-    trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
+    trl, openenv    a episode for each trajectory, reset -> the agent loop, whose tools are the episode's -> its reward
     verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
 
 If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `run_group`.
 
-A scene is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
+A episode is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
 the end.
 
-Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
+Episodes (one for a source)  --episode()-->  Episode: reset -> observation;  call, call, …;  reward
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, RolloutStat
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.text import readable
-from rayapp.rollout.environments.openenv import OpenEnvStage
-from rayapp.rollout.environments.trl import TrlStage
+from rayapp.rollout.environments.openenv import OpenEnvEpisodes
+from rayapp.rollout.environments.trl import TrlEpisodes
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall
 from rayapp.rollout.gateway.formats import Formats
@@ -48,7 +48,7 @@ from rayapp.tasks.environments.verifiers import VerifiersProcess
 from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
 
 
-class Scene(Protocol):
+class Episode(Protocol):
     """One trajectory's environment. Raises ToolFailedError for mistakes of the policy.
 
     Raises, from any method:
@@ -64,8 +64,8 @@ class Scene(Protocol):
     async def reward(self, task: EnvironmentTask, played: Trajectory) -> float: ...
 
 
-class Stage(Protocol):
-    """Makes scenes."""
+class Episodes(Protocol):
+    """Makes episodes."""
 
     async def open(self) -> Sequence[ToolSchema]:
         """Return the policy's tools, the same for all trajectories.
@@ -75,8 +75,8 @@ class Stage(Protocol):
         """
         ...
 
-    def scene(self) -> AbstractAsyncContextManager[Scene]:
-        """Return a new scene. Raises ToolUnavailableError: none is available."""
+    def episode(self) -> AbstractAsyncContextManager[Episode]:
+        """Return a new episode. Raises ToolUnavailableError: none is available."""
         ...
 
 
@@ -94,11 +94,11 @@ class WholeTurn:
         return ""
 
 
-class SceneTool(ToolBase):
-    """One tool of a scene. Its state is the trajectory's scene.
+class EpisodeTool(ToolBase):
+    """One tool of a episode. Its state is the trajectory's episode.
 
     Args:
-        timeout_s: the loop's deadline; the scene's own deadline comes first.
+        timeout_s: the loop's deadline; the episode's own deadline comes first.
     """
 
     ends_episode = True  # its effect in the last turn counts, too
@@ -108,11 +108,11 @@ class SceneTool(ToolBase):
         self.timeout_s = timeout_s
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        return kwargs["scene"]
+        return kwargs["episode"]
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        scene: Scene = state
-        return await scene.call(self.schema.name, arguments)
+        episode: Episode = state
+        return await episode.call(self.schema.name, arguments)
 
 
 log = logging.getLogger(__name__)
@@ -122,13 +122,13 @@ OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop
 """Function that makes a loop from an environment's tools and, if turns are no calls, their reader."""
 
 
-class ScenePlayer:
+class EpisodePlayer:
     """Plays rows with the agent loop."""
 
-    def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
-        self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
+    def __init__(self, episodes: Episodes, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
+        self._episodes, self._loop, self._max_prompt_tokens = episodes, loop, max_prompt_tokens
         self._tools = [
-            schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), SceneTool)
+            schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), EpisodeTool)
         ]
 
     async def prompt(self, problem: Problem) -> Prompt:
@@ -142,17 +142,17 @@ class ScenePlayer:
         task = row_of(problem)
         played = Recorder(self._loop.chat.prompt_ids(task.messages)).trajectory()
         try:
-            async with self._stage.scene() as scene:
-                observation = await scene.reset(task.columns)
+            async with self._episodes.episode() as episode:
+                observation = await episode.reset(task.columns)
                 prompt = AgentPrompt(
                     token_ids=self._prompt_ids(task, observation),
-                    tools_kwargs={name: {"create_kwargs": {"scene": scene}} for name in self._tools},
+                    tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
                     first_turn=1,  # turn 0 took the trajectory's place in its cohort
                 )
                 played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if played.status.is_error:
                     return played
-                verdict = await scene.reward(task, played)
+                verdict = await episode.reward(task, played)
         except ToolUnavailableError as error:
             return _failed(played, RolloutStatus.ERROR_TOOL, error)
         except InputError as error:
@@ -252,10 +252,10 @@ class EnvironmentAgents:
     async def _opened(self, environment: AnyEnvironment) -> Agent:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
-        stage = await asyncio.to_thread(stage_of, environment)
+        episodes = await asyncio.to_thread(episodes_of, environment)
         # Calls wait for each other, and the environment's own deadlines come first.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
-        tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
+        tools = [EpisodeTool(schema, timeout_s=timeout_s) for schema in await episodes.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
         if field and self._config.agent.tool_file:
             raise ConfigError(
@@ -264,7 +264,7 @@ class EnvironmentAgents:
             )
         reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
         loop = await self._make_loop(tools, reader)
-        return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
+        return EpisodePlayer(episodes, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
 
 
 def row_of(problem: Problem) -> EnvironmentTask:
@@ -275,11 +275,11 @@ def row_of(problem: Problem) -> EnvironmentTask:
 
 def problem_of_environment(task: EnvironmentTask) -> Problem:
     """Return the problem of a row, which the environment scores itself."""
-    opening = AgentStart(messages=task.messages)
-    return Problem(prompt=bare_prompt(task.name), truth=environment_truth, task=task, opening=opening)
+    start = AgentStart(messages=task.messages)
+    return Problem(prompt=bare_prompt(task.name), score=score_by_environment, task=task, agent_start=start)
 
 
-async def environment_truth(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
+async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
     """Return the environment's own reward; an invalid one if it gave none."""
     value = played.tool_rewards.get(VERDICT)
     if value is None:
@@ -287,9 +287,9 @@ async def environment_truth(problem: Problem, played: Trajectory, sandboxes: San
     return Reward(value=value, terms={"solved": float(value >= 1.0)})
 
 
-def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
-    """Return the stage of an environment. Raises ConfigError: its class can't be found."""
-    return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
+def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
+    """Return the episodes of an environment. Raises ConfigError: its class can't be found."""
+    return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
@@ -320,12 +320,12 @@ def check_environments(tasks: Sequence[Task]) -> None:
         for environment in found.values():
             if isinstance(environment, VerifiersEnvironment):
                 continue
-            stage = stage_of(environment)
-            await stage.open()
-            if isinstance(stage, OpenEnvStage) and await stage.holds_one_session():
+            episodes = episodes_of(environment)
+            await episodes.open()
+            if isinstance(episodes, OpenEnvEpisodes) and await episodes.holds_one_session():
                 log.warning(
                     "task %s: the OpenEnv server %s holds one session at once: trajectories wait for each other "
-                    "(raise max_concurrent_envs in its create_app)", environment.name, stage.environment.url,
+                    "(raise max_concurrent_envs in its create_app)", environment.name, episodes.environment.url,
                 )  # fmt: skip
 
     asyncio.run(check())

@@ -34,8 +34,8 @@ _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
 
 
 @dataclass(slots=True)
-class OpenEnvStage:
-    """See `Stage`."""
+class OpenEnvEpisodes:
+    """See `Episodes`."""
 
     environment: OpenEnvEnvironment
     _takes_calls: bool = field(default=False, init=False)
@@ -45,10 +45,10 @@ class OpenEnvStage:
         if field := self.environment.text_field:
             self._check_is_text(field, _step(action).parameters)
         try:
-            async with asyncio.timeout(self.environment.timeout_s), self.scene() as scene:
-                await scene.reset(self._first)
+            async with asyncio.timeout(self.environment.timeout_s), self.episode() as episode:
+                await episode.reset(self._first)
                 self._takes_calls = {"tool_name", "arguments"} <= action.get("properties", {}).keys()
-                return await scene.tools() if self._takes_calls else [_step(action)]
+                return await episode.tools() if self._takes_calls else [_step(action)]
         except ToolUnavailableError as error:
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
@@ -56,7 +56,7 @@ class OpenEnvStage:
 
     async def holds_one_session(self) -> bool:
         """Return whether the server refuses a second concurrent session, as a server from `openenv init` does."""
-        async with self.scene() as first, self.scene() as second:
+        async with self.episode() as first, self.episode() as second:
             await first.reset(self._first)
             try:
                 await second.ask("reset", self._first)
@@ -65,16 +65,16 @@ class OpenEnvStage:
             return False
 
     @asynccontextmanager
-    async def scene(self) -> AsyncIterator[OpenEnvScene]:
-        """See `Stage`."""
+    async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
+        """See `Episodes`."""
         timeout_s = self.environment.timeout_s
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
-            scene = OpenEnvScene(session, self.environment, self._takes_calls)
-            await scene.connect()
+            episode = OpenEnvEpisode(session, self.environment, self._takes_calls)
+            await episode.connect()
             try:
-                yield scene
+                yield episode
             finally:
-                await scene.close()
+                await episode.close()
 
     @property
     def _first(self) -> Columns:
@@ -119,8 +119,8 @@ class _ServerFullError(ToolUnavailableError):
 
 
 @dataclass(slots=True)
-class OpenEnvScene:
-    """See `Scene`; `connect` it, and `close` it."""
+class OpenEnvEpisode:
+    """See `Episode`; `connect` it, and `close` it."""
 
     session: ClientSession
     environment: OpenEnvEnvironment

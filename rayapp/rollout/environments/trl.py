@@ -31,8 +31,8 @@ _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
 @dataclass(slots=True)
-class TrlStage:
-    """See `Stage`."""
+class TrlEpisodes:
+    """See `Episodes`."""
 
     environment: TrlEnvironment
     _factory: Callable[[], Any] = field(init=False)
@@ -63,19 +63,19 @@ class TrlStage:
         return [_schema(self.environment, name, method) for name, method in _tools(made).items()]
 
     @asynccontextmanager
-    async def scene(self) -> AsyncIterator[TrlScene]:
-        scene = TrlScene(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
-        yield scene
-        if not scene.is_lost:
-            self._free.append(scene.made)
+    async def episode(self) -> AsyncIterator[TrlEpisode]:
+        episode = TrlEpisode(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
+        yield episode
+        if not episode.is_lost:
+            self._free.append(episode.made)
 
     async def _made(self) -> Any:
         return await _call(self._factory, timeout_s=self.environment.timeout_s, what=self.environment.factory)
 
 
 @dataclass(slots=True)
-class TrlScene:
-    """See `Scene`."""
+class TrlEpisode:
+    """See `Episode`."""
 
     made: Any
     environment: TrlEnvironment

@@ -442,9 +442,9 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        opening = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
+        start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
         played = await agent.play(
-            replace(problem_of_row(ROW, AnswerRewards()), opening=opening),
+            replace(problem_of_row(ROW, AnswerRewards()), agent_start=start),
             engine=b.engine(),
             sampling=SamplingParams(max_tokens=2000),
             request_id=RequestId("group", 3, 0),
