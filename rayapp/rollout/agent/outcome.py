@@ -1,4 +1,4 @@
-"""Numbers about a trajectory that metrics count and rewards take, and its verdict. Pure; called by the groups."""
+"""Numbers about a trajectory for metrics and rewards, and adding its reward. Pure functions, called by `group.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayapp.tasks.verdict import ToolRewards
 
 
 def with_terms(reward: Reward, played: Trajectory) -> Reward:
-    """Return the reward with `play_terms` added."""
+    """Return the reward with the terms of `play_terms` added."""
     return replace(reward, terms={**reward.terms, **play_terms(played)})
 
 
@@ -21,7 +21,7 @@ def tool_rewards(played: Trajectory) -> ToolRewards:
 
 
 def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    """Return the trajectory with this reward; an invalid reward makes a trajectory that had not failed a failed one."""
+    """Return the trajectory with this reward. If the reward is invalid, the trajectory's status becomes a failure."""
     status = trajectory.status
     if not reward.valid and not status.is_error:
         is_own = reward.failure_kind.startswith(("reward_", "judge_"))
@@ -30,7 +30,7 @@ def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
 
 
 def play_terms(played: Trajectory) -> dict[str, float]:
-    """Return numbers about the play that are recorded beside the reward's own terms.
+    """Return numbers about a trajectory that are recorded beside the reward's own terms.
 
     Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
     "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.

@@ -157,7 +157,7 @@ async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any)
     group, _ = await play(single, engine_of(chat_tokenizer))
 
     assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
-    with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
+    with pytest.raises(InputError, match="agent_name 'react' is neither tool_agent nor single_turn_agent"):
         await play(agent, engine_of(chat_tokenizer), agent_name="react")
 
 

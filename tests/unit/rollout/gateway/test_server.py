@@ -257,7 +257,7 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads only text"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
-        ({"messages": []}, "the last message must be"),
+        ({"messages": []}, "the last message must have the role user or tool"),
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
     ]
     async with serve() as served, served.openai() as client:
