@@ -24,7 +24,7 @@ from rayapp.config.config import Config, alone
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
-from rayapp.core.programs import kept
+from rayapp.core.programs import supervised
 from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
 
@@ -136,7 +136,7 @@ class ModelServer(Restartable):
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
-    return subprocess.Popen(kept(command), stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

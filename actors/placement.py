@@ -31,7 +31,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import answer
 from actors.spawn import ROLES, GpuShare, free_address
-from rayapp.config.config import Bundle, Config, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import Bundle, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from actors.calls import Restartable
-from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
+from actors.routing import GroupCalls
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError

@@ -1,5 +1,5 @@
 """`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
-trajectories (`rayapp.runs.selecting`).
+trajectories (`rayapp.runs.trajectories`).
 
 Progress is a bar on a terminal, and elsewhere a line per tenth, which doesn't fill the log.
 """
@@ -160,7 +160,7 @@ def from_run(
     last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
 ) -> None:
     """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
-    from rayapp.runs.selecting import Selection, select_from_run
+    from rayapp.runs.trajectories import Selection, select_from_run
 
     selection = Selection(
         min_reward=min_reward, max_per_prompt=max_per_prompt, first_step=first_step, last_step=last_step

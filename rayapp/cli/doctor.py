@@ -23,7 +23,9 @@ from typing import Any, Literal
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, frozen_models, gpu_arithmetic, num_gpus_of, sources_of
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
@@ -102,6 +104,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
 
     model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
+    problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # a folder with weights also has a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)

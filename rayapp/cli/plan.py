@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic, with_values
+from rayapp.config.bundles import bundles_of, gpu_arithmetic
+from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory

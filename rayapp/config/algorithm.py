@@ -35,6 +35,8 @@ NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators whose baseline weights tokens by the policy's probabilities, which takes one more forward pass."""
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
 """Estimators that need only one valid trajectory per group: their baseline is not the mean of the others."""
+NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
+"""Estimators that give no advantage to the only trajectory of a prompt; others give it its reward."""
 NEEDS_GREEDY_BASELINE = ("remax",)
 """Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 
@@ -53,7 +55,7 @@ POLICY_LOSSES = (
     "vanilla",
 )
 BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
-"""Losses that select tokens by statistics of the whole mini-batch, so they are computed on all of it at once."""
+"""Losses that select tokens by statistics of the whole mini-batch."""
 
 
 LOSS_OPTIONS = {
@@ -148,6 +150,9 @@ class RolloutCorrectionSection(FrozenModel):
     """Importance weights above this are truncated to it (TIS)."""
     min_weight: float | None = Field(None, gt=0.0, lt=1.0)
     """Weights below this and above `threshold` are set to 0 instead of being truncated (IcePop). null: truncate."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean, so that the correction doesn't change the size of the update: over the step, or
+    with bypass_mode over the mini-batch."""
 
     @property
     def bounds(self) -> float | str:
@@ -253,8 +258,23 @@ class AlgorithmSection(FrozenModel):
 
     @property
     def scores_before_advantages(self) -> bool:
-        """True if advantages follow from log-probs, so that trajectories are scored before it is known which count."""
-        return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0
+        """True if advantages or weights follow from the log-probs of all trajectories, which are scored first."""
+        return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0 or self.normalizes_by_step
+
+    @property
+    def normalizes_by_step(self) -> bool:
+        """True if importance weights are divided by their mean over the step."""
+        return self._normalizes and self.policy_loss != "bypass_mode"
+
+    @property
+    def is_batch_coupled(self) -> bool:
+        """True if a token's loss depends on the whole mini-batch, so that it is computed on all of it at once."""
+        weighs_itself = self.policy_loss == "bypass_mode" and self.policy_loss_options.get("loss_type") == "reinforce"
+        return self.policy_loss in BATCH_COUPLED_LOSSES or (weighs_itself and self._normalizes)
+
+    @property
+    def _normalizes(self) -> bool:
+        return self.rollout_correction.batch_normalize and self.rollout_correction.level != "none"
 
     @model_validator(mode="after")
     def _loss_reads_its_options(self) -> Self:

@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import answer
-from actors.group_calls import GroupCalls
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
-from actors.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
 from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run
 from actors.placement import Placement, uses_gpus, wait_for_gpus
+from actors.routing import AnyServer, GroupCalls, Router
 from actors.starting import (
     NO_STAND_INS,
+    ModelServerMember,
+    PoolMember,
     Report,
+    ServerMember,
     StandIns,
     Started,
+    WorkerMember,
     all_ready,
     dump_stacks,
     ready_pool,
@@ -37,7 +40,8 @@ from actors.starting import (
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
+from rayapp.config.bundles import asked_servers, bundles_of
+from rayapp.config.config import Config, with_addresses
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -53,7 +57,6 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import Tracker
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
-from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.supervision import Supervisor, Watched
 from rayapp.engine.weights.sync import (

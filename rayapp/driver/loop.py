@@ -20,6 +20,7 @@ from dataclasses import asdict
 from functools import partial
 
 from rayapp.config.config import Config
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError, StopTraining
 from rayapp.core.logs import about, start_logs, tracebacks_in
@@ -175,6 +176,8 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
     """
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=True)
+    if config.lacks_baseline:
+        log.warning(LACKS_BASELINE)
     with RunFolder.open(config) as folder:
         if folder.is_finished:
             print(

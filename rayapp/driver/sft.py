@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayapp.config.agent import DataSection
-from rayapp.config.config import Config, all_tasks, with_values
+from rayapp.config.config import Config, with_values
+from rayapp.config.keys import all_tasks
 from rayapp.config.sections import RolloutSection, TrainSection
 from rayapp.core.aio import finish_then_cancel, run_until_done
 from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError

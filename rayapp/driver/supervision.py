@@ -1,7 +1,7 @@
 """Supervises the processes of a run: restarts those that are gone or hang, and makes them ready before they are used.
 
 One `Supervisor` per run, in the driver. Its members are processes behind a protocol that is independent of Ray:
-`actors.members` has the real ones, tests have scripted ones. Learners are not members: when one dies, the step of all
+`actors.starting` has the real ones, tests have scripted ones. Learners are not members: when one dies, the step of all
 is lost, and the driver starts them all again from the last checkpoint.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up

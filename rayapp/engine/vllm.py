@@ -30,9 +30,15 @@ from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
-from rayapp.engine.completions import TokenVersions, vllm_sampling_params, whole_completion
 from rayapp.engine.vllm_arguments import adapter_request, is_adapter, is_on_gpu, set_process_environment, vllm_args
-from rayapp.engine.vllm_output import EngineLoad, EngineOutput, way_out
+from rayapp.engine.vllm_output import (
+    EngineLoad,
+    EngineOutput,
+    TokenVersions,
+    vllm_sampling_params,
+    way_out,
+    whole_completion,
+)
 from rayapp.engine.weights.buckets import SharedWeights
 from rayapp.storage.models.fetch import with_local_model
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, BATCH_COUPLED_LOSSES, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -75,7 +75,8 @@ def pulls_at_zero_advantage(config: Config) -> bool:
         algorithm.kl_loss_coef > 0
         or bool(config.distillation.teacher)
         or algorithm.entropy_coef > 0
-        or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
+        or algorithm.is_batch_coupled
+        or algorithm.policy_loss == "dro"
         or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in may have any terms
     )
 
@@ -97,7 +98,7 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
     if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
         return True
-    if config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
+    if config.lacks_baseline or config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
         return True
     rewards = summary.rewards[summary.valid.astype(bool)]
     return bool(rewards.size) and bool(np.ptp(rewards) > 0)

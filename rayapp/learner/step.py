@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config.algorithm import NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
@@ -33,6 +33,7 @@ from rayapp.learner.algo.losses import (
     coupled_gradients,
     kl_loss,
     make_actor_config,
+    mean_weight,
     policy_loss,
 )
 from rayapp.learner.batch import (
@@ -201,6 +202,8 @@ class _Step:
         self.frozen: dict[str, dict[int, FloatArray]] = {}
         """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
         self.kl_metrics: dict[str, float] = {}
+        self.mean_weight = 1.0
+        """Divisor of importance weights, see `LossScale`."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -212,7 +215,8 @@ class _Step:
         for number in range(self.config.train.num_minibatches):
             chosen = minibatches == number
             mine = [item for item in items if minibatches[item.row] == number]
-            self._optimizer_step(mine, loss_scale(table, chosen, self.config, self.learner.ranks.world_size))
+            scale = loss_scale(table, chosen, self.config, self.learner.ranks.world_size)
+            self._optimizer_step(mine, replace(scale, mean_weight=self.mean_weight))
         with self.watch("metrics"):
             metrics = self._metrics(table)
         return metrics | timing_metrics(self.watch)
@@ -244,13 +248,18 @@ class _Step:
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
-        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS and not self.algorithm.normalizes_by_step:
             return inputs
         old = self._over_ranks(table, {row: scores.log_probs for row, scores in self.old.items()})
-        squares = self._over_ranks(table, {row: scores.sum_pi_squared for row, scores in self.old.items()})
         rollout = self._over_ranks(table, {item.row: item.rollout_log_probs for item in scored})
         mask = response_mask(inputs.num_response_tokens)
         weights = correction_weights(old, rollout, mask, self.algorithm) if len(inputs.rewards) else None
+        if weights is not None and self.algorithm.normalizes_by_step:
+            self.mean_weight = mean_weight(weights, mask, self.algorithm)
+            weights = weights / self.mean_weight
+        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+            return inputs
+        squares = self._over_ranks(table, {row: scores.sum_pi_squared for row, scores in self.old.items()})
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
@@ -338,7 +347,7 @@ class _Step:
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
     ) -> dict[int, FloatArray] | None:
         """Return gradients by log-prob for losses that depend on the whole mini-batch; None for all others."""
-        if self.algorithm.policy_loss not in BATCH_COUPLED_LOSSES:
+        if not self.algorithm.is_batch_coupled:
             return None
         learner = self.learner
         current = self.old

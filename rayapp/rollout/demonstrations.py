@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.config.config import Config, all_tasks
+from rayapp.config.config import Config
+from rayapp.config.keys import all_tasks
 from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rayapp.config.agent import ExternalSection
 from rayapp.core.errors import SandboxError
-from rayapp.core.programs import AFTER_DEATH_S, end, kept, passed_on
+from rayapp.core.programs import AFTER_DEATH_S, end, passed_on, supervised
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.sandbox.local.levels import level
@@ -179,7 +179,7 @@ async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str,
         OSError: the program can't be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *kept(command),
+        *supervised(command),
         cwd=folder,
         env=dict(env),
         stdin=asyncio.subprocess.PIPE,

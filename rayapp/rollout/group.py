@@ -5,6 +5,8 @@
 Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. If an agent,
 tool, environment, task or judge raises an exception or returns nonsense, only its own trajectory fails: it gets an
 ERROR_* status. Only the errors in `verdict.ENDS_GROUP` end the whole group.
+
+`play_terms` are numbers about a trajectory for metrics, recorded beside the reward's own terms.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,15 +35,15 @@ from rayapp.core.types import (
     SamplingParams,
     Trajectory,
 )
-from rayapp.rollout.agent.outcome import play_terms, tool_rewards, with_reward, with_terms
 from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
 from rayapp.rollout.problem import Agent, Problem
 from rayapp.rollout.recorder import Recorder, failed
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
-from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, named, settled, verdict
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, ToolRewards, named, settled, verdict
 
 if TYPE_CHECKING:
     from rayapp.tasks.judges.judging import Judging  # imports aiohttp
+
 
 log = logging.getLogger(__name__)
 
@@ -223,3 +226,46 @@ class _CohortPlace:
         except (EngineError, DeadlineError) as error:
             # This trajectory has failed already; other trajectories will report the engine's error.
             log.info("%s: no request could be sent for it to its cohort: %s", self.request_id, error)
+
+
+def with_terms(reward: Reward, played: Trajectory) -> Reward:
+    """Return the reward with the terms of `play_terms` added."""
+    return replace(reward, terms={**reward.terms, **play_terms(played)})
+
+
+def tool_rewards(played: Trajectory) -> ToolRewards:
+    """Return the sums of the rewards that the trajectory's tools gave."""
+    calls = sum(call.reward for call in played.calls if call.reward is not None)
+    return ToolRewards(calls=calls, verdicts=sum(played.tool_rewards.values()))
+
+
+def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    """Return the trajectory with this reward. If the reward is invalid, the trajectory's status becomes a failure."""
+    status = trajectory.status
+    if not reward.valid and not status.is_error:
+        is_own = reward.failure_kind.startswith(("reward_", "judge_"))
+        status = RolloutStatus.ERROR_REWARD if is_own else RolloutStatus.ERROR_SANDBOX
+    return replace(trajectory, reward=reward, status=status)
+
+
+def play_terms(played: Trajectory) -> dict[str, float]:
+    """Return numbers about a trajectory that are recorded beside the reward's own terms.
+
+    Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
+    "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.
+    """
+    calls = played.calls
+    failures = Counter(call.failure for call in calls if call.failure)
+    step_rewards = [call.reward for call in calls if call.reward is not None]
+    terms: dict[str, float] = {
+        "num_turns": float(len(played.turns)),
+        "tool/calls": float(len(calls)),
+        "tool/failed": float(sum(failures.values())),
+        "tool/time_s": sum(call.duration_s - call.waited_s for call in calls),
+        "tool/wait_s": sum(call.waited_s for call in calls),
+    }
+    terms |= {f"tool/failed/{kind}": float(count) for kind, count in failures.items()}
+    terms |= {f"tool/reward/{name}": value for name, value in played.tool_rewards.items()}
+    if step_rewards:
+        terms["tool/step_reward"] = float(sum(step_rewards))
+    return terms

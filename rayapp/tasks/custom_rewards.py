@@ -4,6 +4,8 @@ Functions have verl's signature, so reward functions written for verl work uncha
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
+Functions for verl's batch manager, whose parameters are lists (`solution_strs`), are called with lists of one answer.
+
 The function is the user's own code and trusted; code that the model wrote must run in a sandbox.
 """
 
@@ -50,7 +52,8 @@ class CustomReward:
             ConfigError: it can't be found, or is not a function.
         """
         if self._function is None:
-            self._function = load_function(self.path)
+            function = load_function(self.path)
+            self._function = _for_one_answer(function) if _takes_lists(function) else function
         return self._function
 
     async def __call__(self, **arguments: Any) -> dict[str, float]:
@@ -84,6 +87,30 @@ class CustomReward:
     def __setstate__(self, state: tuple[str, float]) -> None:
         self.path, self.timeout_s = state
         self._function = None
+
+
+def _takes_lists(function: Callable[..., Any]) -> bool:
+    try:
+        return "solution_strs" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+
+
+def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return verl's function of lists as one of an answer: every argument is a list of one, and so is the result."""
+
+    def first(scores: Any) -> Any:
+        (score,) = scores
+        return score
+
+    def call(**arguments: Any) -> Any:
+        found = function(**{f"{name}s": [value] for name, value in arguments.items()})
+        return _awaited(found) if inspect.isawaitable(found) else first(found)
+
+    async def _awaited(found: Any) -> Any:
+        return first(await found)
+
+    return call
 
 
 def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ def _number(digits: str) -> float:
 
 
 def _values(value: object) -> Iterator[object]:
-    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string has half a surrogate pair."""
+    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string isn't UTF-8."""
     pending = [value]
     while pending:
         one = pending.pop()

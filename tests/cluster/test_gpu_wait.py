@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from actors.placement import wait_for_gpus
-from rayapp.config.config import Config, bundles_of
+from rayapp.config.bundles import bundles_of
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.driver.cluster import open_cluster
 from support.stand_ins import stand_ins

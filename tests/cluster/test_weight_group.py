@@ -235,7 +235,7 @@ class HostTensor:
 async def test_the_sampler_that_gpus_use_draws_from_the_seed_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample import states
 
-    from rayapp.engine.completions import vllm_sampling_params
+    from rayapp.engine.vllm_output import vllm_sampling_params
 
     monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
     sampler = states.SamplingStates(2, 100)

@@ -13,7 +13,7 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine

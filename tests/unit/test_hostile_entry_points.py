@@ -28,10 +28,10 @@ import psutil
 import pytest
 from starlette.routing import Mount, Route
 
+from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ToolUnavailableError
 from rayapp.core.types import Group, RequestId, SamplingParams
-from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
+from rayapp.config.bundles import asked_servers
+from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.learner.memory.gpus import GIB, NODE_GPUS, Gpu
 from rayapp.learner.memory.shape import ModelShape, model_shape

@@ -19,11 +19,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
-from rayapp.learner.families.hub_names import groups_of, hub_tensors
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
+from rayapp.learner.state.pretrained import groups_of, hub_tensors
 
 
 def export_buckets(

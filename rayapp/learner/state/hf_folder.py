@@ -28,11 +28,10 @@ from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
-from rayapp.learner.families.hub_names import groups_of, hub_tensors, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
-from rayapp.learner.state.pretrained import WeightFiles, read_whole, tensors_of
+from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9

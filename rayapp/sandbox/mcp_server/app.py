@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
-from rayapp.sandbox.mcp_server.sessions import Sessions
-from rayapp.sandbox.mcp_server.tools import SandboxTools, ServerLimits
+from rayapp.sandbox.mcp_server.tools import SandboxTools, ServerLimits, Sessions
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
 

@@ -1,21 +1,26 @@
 """The tools run_code, run_code_once and run_command, with the interface of OpenKruise's MCP server.
 
-Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of the
-code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
+Headers choose the sandbox: X-Template, X-Sandbox-TTL (seconds), X-Execution-Timeout (seconds). Output and errors of
+the code are data in the answer; a failed sandbox is an error of the protocol, with that server's codes. Answers:
 
 run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
 run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
+
+`Sessions` assigns a sandbox to each MCP session. It is leased at the session's first call and given back when the
+client ends the session, when its time to live is over, or when the server stops.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import logging
 import re
 import shlex
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mcp import MCPError
@@ -24,8 +29,108 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
+from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.sandbox.mcp_server.sessions import Sessions
+
+log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 10_000
+"""Sessions known at once, including ended ones: clients that vanish never end their session."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A session's sandbox."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: SandboxLease | None = None
+    sandbox: Sandbox | None = None
+    is_over: bool = False
+    expiry: asyncio.TimerHandle | None = None
+    num_executions: int = 0
+
+
+class Sessions:
+    """The sessions of one server and their sandboxes.
+
+    Args:
+        sandboxes: source of the leases.
+        lease_timeout_s: longest wait for a sandbox.
+    """
+
+    def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
+        self._sandboxes = sandboxes
+        self._lease_timeout_s = lease_timeout_s
+        self._bound: dict[str, _Bound] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_bound(self) -> int:
+        return sum(bound.sandbox is not None for bound in self._bound.values())
+
+    def once(self, spec: SandboxSpec) -> SandboxLease:
+        """Lease a sandbox for one execution."""
+        return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
+
+    async def sandbox(self, session_id: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
+        """Return the session's sandbox.
+
+        Raises:
+            SandboxGoneError: it has ended; the session gets no new one, which would lack the session's names.
+            SandboxError: no sandbox is available.
+        """
+        if len(self._bound) > _MAX_REMEMBERED:
+            self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
+        bound = self._bound.setdefault(session_id, _Bound())
+        async with bound.lock:
+            if bound.is_over:
+                raise SandboxGoneError(f"the sandbox of session {session_id[:8]} was not found: it has ended")
+            if bound.sandbox is None:
+                lease = self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
+                bound.sandbox = await lease.__aenter__()
+                bound.lease = lease
+                bound.expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, session_id)
+            return bound.sandbox
+
+    def count(self, session_id: str) -> int:
+        """Number of this execution in its session, from 1."""
+        bound = self._bound[session_id]
+        bound.num_executions += 1
+        return bound.num_executions
+
+    async def end(self, session_id: str) -> None:
+        """Give the session's sandbox back: the client has ended the session. Idempotent."""
+        bound = self._bound.pop(session_id, None)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def lose(self, session_id: str) -> None:
+        """Give up the session's sandbox, which is dead or expired: later calls fail with SandboxGoneError."""
+        bound = self._bound.get(session_id)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def close(self) -> None:
+        """Give every sandbox back."""
+        await asyncio.gather(*(self.end(session_id) for session_id in tuple(self._bound)))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=10.0)
+
+    def _expire(self, session_id: str) -> None:
+        task = asyncio.create_task(self.lose(session_id), name=f"end of session {session_id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _give_back(self, bound: _Bound) -> None:
+        bound.is_over = True
+        lease, bound.lease, bound.sandbox = bound.lease, None, None
+        if bound.expiry is not None:
+            bound.expiry.cancel()
+        if lease is not None:
+            try:
+                await asyncio.shield(lease.__aexit__(None, None, None))
+            except Exception as error:  # boundary: if giving it back fails, the pool ends the sandbox
+                log.warning("a session's sandbox was not given back: %s", error)
+
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000

@@ -33,10 +33,9 @@ from rayapp.core.errors import (
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.errors import DAYTONA, error_of
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.remote import Sink, run_session
-from rayapp.sandbox.providers.service import ServiceProvider
+from rayapp.sandbox.providers.service import DAYTONA, ServiceProvider, error_of
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneErro
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.e2b_channel import E2BChannel, KruiseService, Lifecycle
-from rayapp.sandbox.providers.errors import E2B, error_of
-from rayapp.sandbox.providers.service import ServiceProvider
+from rayapp.sandbox.providers.service import E2B, ServiceProvider, error_of
 
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0

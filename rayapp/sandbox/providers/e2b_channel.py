@@ -36,9 +36,9 @@ from rayapp.core.errors import (
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.errors import E2B, error_of_status
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.remote import Sink, run_session
+from rayapp.sandbox.providers.service import E2B, error_of_status
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")

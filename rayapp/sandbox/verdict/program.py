@@ -1,6 +1,7 @@
 """Makes the program that a remote sandbox runs, and reads the report that it prints. Pure.
 
-    job -> source(): one Python text (harness + watcher + job) -> any provider that runs Python -> stdout -> parse()
+    job -> source(): one Python text (harness + supervisor + watcher + job)
+        -> any provider that runs Python -> stdout -> find_report(), read_report()
 
 Reports are written next to hostile code: the type and size of every field are checked.
 """
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+from rayapp.core import supervisor
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.types import StopCause
 from rayapp.sandbox.verdict import harness, watcher
@@ -29,10 +31,10 @@ _SOURCE = """import sys
 sys.path[:] = [folder for folder in sys.path if folder]
 import base64, json, zlib
 parts = json.loads(zlib.decompress(base64.b64decode("{packed}")))
-harness, watcher = {{"__name__": "rayapp_harness"}}, {{"__name__": "rayapp_watcher"}}
-exec(compile(parts["harness"], "<harness>", "exec"), harness)
-exec(compile(parts["watcher"], "<watcher>", "exec"), watcher)
-watcher["main"](parts["job"], harness)
+names = {{name: {{"__name__": "rayapp_" + name}} for name in ("harness", "supervisor", "watcher")}}
+for name in names:
+    exec(compile(parts[name], "<" + name + ">", "exec"), names[name])
+names["watcher"]["main"](parts["job"], names["harness"], names["supervisor"])
 """
 KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
 """Variables that an interpreter keeps from the sandbox's environment: none of Python's own."""
@@ -81,7 +83,8 @@ def source(job: Job) -> str:
     Args:
         job: see `watcher.main`.
     """
-    parts = {"harness": _text_of(harness.__file__), "watcher": _text_of(watcher.__file__), "job": dict(job)}
+    texts = {"harness": harness.__file__, "supervisor": supervisor.__file__, "watcher": watcher.__file__}
+    parts = {name: _text_of(path) for name, path in texts.items()} | {"job": dict(job)}
     packed = base64.b64encode(zlib.compress(json.dumps(parts).encode(), 1)).decode()
     return _SOURCE.format(packed=packed)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, ToolUnavailableError
-from rayapp.core.programs import end, kept, passed_on
+from rayapp.core.programs import end, passed_on, supervised
 from rayapp.tasks.environments.files import EnvironmentTask, VerifiersEnvironment
 
 _SHOWN_CHARS = 800
@@ -228,7 +228,7 @@ class VerifiersProcess:
     async def _start(self) -> asyncio.subprocess.Process:
         command = await asyncio.to_thread(_command, self.environment, plays=True)
         child = await asyncio.create_subprocess_exec(
-            *kept(command, listens=True),
+            *supervised(command, listens=True),
             env=_variables(self.environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -178,7 +178,10 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
             "distillation.reward_weight is 0: rewards would choose",
         ),
-        (["rollout.group_size=1"], "adv_estimator grpo compares the trajectories of a group"),
+        (
+            ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
+            "adv_estimator grpo_passk compares the trajectories of a group",
+        ),
         (["rollout.group_size=1", "algorithm.adv_estimator=remax"], "the greedy baseline of remax"),
         (
             ["algorithm.kl_in_reward={coef: 0.1, control: adaptive, horizon: 10}", "train.groups_per_step=4"],

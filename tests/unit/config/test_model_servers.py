@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.placement import resources_of
-from rayapp.config.config import Config, asked_servers, bundles_of, gpu_arithmetic, with_addresses
+from rayapp.config.bundles import asked_servers, bundles_of, gpu_arithmetic
+from rayapp.config.config import Config, with_addresses
 
 RUBRIC = [{"name": "clear", "text": "It is clear."}]
 

@@ -187,10 +187,16 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
         ("trainer.n_gpus_per_node=3", "can't be split"),
         ("algorithm.adv_estimator=gae", "critic"),
-        ("actor_rollout_ref.rollout.n=1", r"Set actor_rollout_ref\.rollout\.n=8"),
+        ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
+        ("rollout.n_gpus_per_node=4", "without rollout.n_gpus_per_node and rollout.nnodes: give both"),
+        ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
+        ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set it"),
+        (
+            "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
+            "your custom_reward_function asks the model through verl's router",
+        ),
         ("~data.seed", "key=value"),
         ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
-        ("reward_model.reward_manager=batch custom_reward_function.path=r.py", "one answer at a time"),
         ("custom_reward_function.reward_kwargs.a=3", "bind arguments"),
         ("data.apply_chat_template_kwargs.a=[1]", "must be a text, a number"),
         ("data.custom_cls.path=a.py", "verl's own parquet schema"),
@@ -398,10 +404,60 @@ def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_
     assert found.config.train.num_steps == 6  # 3 x floor(40 / 16)
 
 
+@pytest.mark.parametrize("section", ["reward.reward_model.model_path", "reward_model.model.path"])
+def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward(seed_yaml: Path, section: str) -> None:
+    path, part = section, section.removesuffix(".model_path").removesuffix(".model.path")
+    more = ["gpu_memory_utilization=0.8", "tensor_model_parallel_size=2", "prompt_length=96", "response_length=32"]
+    rollout = [f"{part}.rollout.{setting}" for setting in more]
+
+    config = imported(seed_yaml, f"{part}.enable=True", f"{path}=/models/rm", *rollout).config
+
+    (server,), (judge,) = config.model_servers, config.judges
+    assert (server.path, server.tensor_parallel_size, server.gpu_memory_utilization) == ("/models/rm", 2, 0.8)
+    assert server.options == {"runner": "pooling", "max-model-len": 128}
+    assert (judge.kind, judge.base_url) == ("reward_model", f"run://{server.name}")
+    assert (config.reward.judges, config.reward.verdict_weight) == ({judge.name: 1.0}, 0.0)
+    assert config.cluster.num_gpus == 8 + 2
+
+
+def test_one_step_off_policy_gives_servers_their_own_gpus_one_step_ahead(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "rollout.nnodes=2", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=2").config
+
+    assert (config.cluster.placement, config.cluster.num_gpus, config.train.max_staleness) == ("split", 10, 1)
+    assert (config.server.num_servers, config.learner.num_learners) == (4, 2)
+
+
+def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path) -> None:
+    found = imported(seed_yaml, "actor_rollout_ref.rollout.n=1")
+
+    assert found.config.lacks_baseline
+    (note,) = [row.landing.note for row in found.rows if row.key == "actor_rollout_ref.rollout.n"]
+    assert (
+        note == "warning: grpo has nothing to compare, so rewards are the advantages, as in verl; set "
+        "actor_rollout_ref.rollout.n=8"
+    )
+
+
+def test_older_names_of_keys_and_files_are_understood(seed_yaml: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    older = [f"{actor}.optim.warmup_style=cosine", f"{actor}.loss_mode=kl_cov", f"{actor}.kl_cov_ratio=0.02"]
+    sizes = [f"{actor}.ppo_micro_batch_size_per_gpu=null", f"{actor}.ppo_micro_batch_size=16"]
+
+    found = imported(seed_yaml, *older, *sizes, "data.train_files=/data/train").config
+
+    assert (found.learner.optimizer.schedule, found.algorithm.policy_loss) == ("cosine", "kl_cov")
+    assert found.algorithm.policy_loss_options == {"kl_cov_ratio": 0.02}
+    assert found.learner.max_tokens_per_microbatch == 2 * 2048, "16 sequences on 8 GPUs"
+    assert found.tasks == ("/data/train.parquet",)
+
+
 def test_adapters_come_over(seed_yaml: Path) -> None:
     config = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8").config
 
     assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
+    assert config.learner.lora.sends_adapter
+    merged = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8", "+actor_rollout_ref.model.lora.merge=True")
+    assert not merged.config.learner.lora.sends_adapter
 
 
 def test_router_replay_comes_over(seed_yaml: Path) -> None:

@@ -19,7 +19,7 @@ from rayapp.runs.mirror.layout import Ledger, folder_stamp, last_step, loose_fil
 from rayapp.runs.mirror.lock import Holder, acquire, last_generation
 from rayapp.runs.mirror.restore import fetch_again, prepare
 from rayapp.runs.mirror.upload import Uploader
-from rayapp.storage.local import LocalStorage
+from rayapp.storage.opening import LocalStorage
 
 QUICK = {"lease_s": 0.4, "poll_s": 0.02, "settle_s": 0.0}
 PATIENT = QUICK | {"lease_s": 30.0}

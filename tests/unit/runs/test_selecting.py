@@ -13,8 +13,7 @@ from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
 from rayapp.core.types import Fork, Group, Prompt, Reward, Trajectory
 from rayapp.rollout.demonstrations import _of_tokens
-from rayapp.runs.selecting import Selection, select_from_run
-from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.trajectories import Selection, select_from_run, write_trajectories
 from support.learners import sampled
 
 

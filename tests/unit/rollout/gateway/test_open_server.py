@@ -14,9 +14,9 @@ import anthropic
 import openai
 import pytest
 
+from actors.routing import AnyServer
 from rayapp.core.errors import ConfigError
 from rayapp.core.types import SamplingParams
-from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound

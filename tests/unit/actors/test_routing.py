@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.driver.routing import Router
+from actors.routing import Router
 from rayapp.rollout.order import Cohort, GroupRequest, neighbours
 
 

@@ -1,20 +1,86 @@
-"""Engine of one group in a rollout worker: batches requests that start together into one call of their server.
+"""Leads a group's requests to servers: `Router` in the driver chooses the server, `GroupCalls` in a worker calls it.
 
-A call through Ray costs as much processor time as everything else that a trajectory needs here. Completions come back
-as they end, batched if they end together. Later turns start one by one, each with a call of its own.
+A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
+trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
+a cohort are assigned by their place in it, so that a synchronous run repeats.
+
+`GroupCalls` batches requests that start together into one call of their server. A call through Ray costs as much
+processor time as everything else that a trajectory needs here. Completions come back as they end, batched if they end
+together. Later turns start one by one, each with a call of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
+from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
+
+_ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
+
+
+class Router:
+    """Assigns groups to servers.
+
+    Args:
+        num_servers: at least one.
+        is_up: returns whether the server of this index is available; a server that is being replaced gets no new groups
+            unless there is no other.
+    """
+
+    def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._in_flight = [0] * num_servers
+        self._is_up = is_up
+
+    @contextmanager
+    def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
+        """Context manager for the request with its server; the group counts as the server's load in the block."""
+        server = self._seat(request)
+        self._in_flight[server] += 1
+        try:
+            yield replace(request, server=server)
+        finally:
+            self._in_flight[server] -= 1
+
+    def _seat(self, request: GroupRequest) -> int:
+        if request.cohort is not None:
+            return server_in_cohort(request.cohort, len(self._in_flight))
+        servers = range(len(self._in_flight))
+        up = [server for server in servers if self._is_up(server)] or servers
+        return min(up, key=lambda server: (self._in_flight[server], server))
+
+    def metrics(self) -> dict[str, float]:
+        """Return `routing/*`: groups in flight on the server with the most and on the one with the fewest."""
+        return {
+            "routing/groups_max": float(max(self._in_flight)),
+            "routing/groups_min": float(min(self._in_flight)),
+        }
+
+
+class AnyServer:
+    """`RolloutEngine` over several servers: each request goes to the one with the fewest requests.
+
+    Args:
+        is_up: see `Router`.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._engines = engines
+        self._router = Router(len(engines), is_up=is_up)
+
+    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """See `RolloutEngine`."""
+        with self._router.placed(_ALONE) as placed:
+            assert placed.server is not None
+            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling)
 
 
 @dataclass(frozen=True, slots=True)
