@@ -383,7 +383,7 @@ async def test_a_trajectory_past_its_deadline_gives_its_workspace_back(opened: A
 async def test_bash_says_when_no_command_line_can_run_in_this_nodes_sandboxes(opened: Any) -> None:
     provider = LocalProvider(max_slots=1, levels=("ll",))
     async with opened(provider) as bench:
-        with pytest.raises(SandboxConfigError, match="level ll lets no program start another"):
+        with pytest.raises(SandboxConfigError, match="at isolation level ll a program can't start another program"):
             await bench.play([call("bash", command="ls | wc -l")])
         played = await bench.play(
             [
@@ -425,10 +425,10 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
     )
     assert [output for output in played.outputs if output and not output.endswith("is written")] == [
         "Error: there is no file a.py",
-        "Error: old_str is in a.py 2 times; it has to be there once: give more of the text",
+        "Error: old_str is in a.py 2 times: it must be there exactly once. Give more of the text around it",
         "-XbX",
         "Error: create needs file_text",
-        "Error: ../../etc/passwd can't be written there, or the disk is full",
+        "Error: ../../etc/passwd can't be written: the path is not allowed, or the disk is full",
         "Error: raw is not UTF-8 text",
     ]
 
