@@ -1,7 +1,7 @@
 """`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
 trajectories (`rayapp.runs.trajectories`).
 
-Progress is a bar on a terminal, and elsewhere a line per tenth, which doesn't fill the log.
+Progress is a bar on a terminal; in a log it is one line per tenth of the rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prepare(
         str, typer.Option(help="Hub id, save_to_disk folder, or parquet/JSONL folder or file; default: the hub's own")
     ] = "",
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows of each split")] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of rows that may fail to map")
     ] = 0.01,
@@ -53,7 +53,7 @@ def prepare(
         bool,
         typer.Option(help="Run the reference solutions of code problems and reject rows whose solution fails"),
     ] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files at --out")] = False,
 ) -> None:
     """Write train.parquet and test.parquet in verl's row schema to a folder or to object storage, manifest last."""
     from rayapp.tasks.data.preparing import Preparation
@@ -82,7 +82,9 @@ def _prepare(job: Preparation) -> None:
     except StorageExistsError as error:
         raise InputError(f"--out: {error} The option for the latter is --overwrite.") from error
     for report in reports:
-        typer.echo(f"{report.split}.parquet: {report.num_written} rows, {len(report.bad)} that could not be mapped")
+        typer.echo(
+            f"{report.split}.parquet: {report.num_written} rows written, {len(report.bad)} rows could not be mapped"
+        )
     typer.echo(f"written to {job.out}")
 
 
@@ -114,14 +116,14 @@ def rows(
     test_ratio: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of rows for test.parquet, if SOURCE has no test split")
     ] = 0.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows of each split")] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of rows that may be unusable")
     ] = 0.01,
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
-    overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files at --out")] = False,
 ) -> None:
-    """Convert your own examples to train.parquet and test.parquet. Columns without a meaning here go to extra_info."""
+    """Convert your own examples to train.parquet and test.parquet. All other columns go to extra_info."""
     from rayapp.tasks.answer_rules import has_rule
     from rayapp.tasks.data.downloads import OwnColumns
     from rayapp.tasks.data.preparing import OWN_SOURCE, Preparation

@@ -132,6 +132,8 @@ class CodeSection(FrozenModel):
     """Time limit for all tests of a completion. Tests that did not run by then count as failed."""
     memory_mib: int = Field(512, ge=64)
     """Most memory of all processes of one test, in MiB."""
+    compile_timeout_s: float = Field(30.0, gt=0.0, le=600.0)
+    """Time limit of compiling an answer that is not Python, once before its tests."""
 
 
 class RewardSection(FrozenModel):

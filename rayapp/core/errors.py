@@ -100,7 +100,7 @@ class SandboxUnavailableError(SandboxError):
 
 
 class SandboxQuotaError(SandboxUnavailableError):
-    """The provider refuses more sandboxes: the pool goes on with fewer."""
+    """The provider refuses more sandboxes: the pool continues with fewer."""
 
 
 class SandboxRateLimitError(SandboxUnavailableError):
@@ -156,7 +156,7 @@ class WeightSyncError(RayappError):
 
 
 class ToolUnavailableError(RayappError):
-    """The service behind a tool can't be reached. Says nothing about the policy, so the trajectory is left out."""
+    """The service behind a tool can't be reached. The failure is not the policy's, so the trajectory is left out."""
 
 
 class LearnerError(RayappError):

@@ -38,7 +38,8 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, but not the training.
+"""Keys and sections that may differ: they change where a run executes, how long, and what it records, but not the
+training.
 
 train.num_steps may differ, too, unless the learning rate depends on it.
 """

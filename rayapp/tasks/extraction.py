@@ -88,6 +88,17 @@ def extract_program(completion: str) -> str | None:
     return next(parsing, blocks[-1]) if blocks else textwrap.dedent(text).strip() or None
 
 
+def marked_block(completion: str, languages: frozenset[str]) -> str:
+    """Return the last block marked with one of these languages; if there is none, the last block that names no
+    language; without any fence, all of the text. Empty if there is none."""
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
+    marked = [body for language, body in blocks if language in languages]
+    unmarked = [body for language, body in blocks if not language]
+    found = marked or unmarked
+    return found[-1] if found else "" if blocks else textwrap.dedent(text).strip()
+
+
 def cut_after_function(source: str, func_name: str) -> str:
     """Return `source` up to the end of the function, and the definitions and imports below the function.
 
@@ -174,23 +185,30 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
     Args:
         only_marked: leave out blocks without a language.
     """
-    blocks: list[str] = []
+    return [
+        body
+        for language, body in _blocks(text)
+        if language.lower() in _PYTHON_LANGUAGES or not (language or only_marked)
+    ]
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language, empty if none is named, and the dedented contents of every block."""
+    blocks: list[tuple[str, str]] = []
     opening, body = None, list[str]()
     for line in text.split("\n"):
         if opening is None:
             opening, body = _fence(line), []
         elif (text := line.strip(" \t")).startswith(opening[0]) and not text.strip("`~"):
-            blocks += _python_block(opening[1], [*body, ""], only_marked)
+            blocks.append(_block(opening[1], [*body, ""]))
             opening = None
         else:
             body.append(line)
-    return blocks + (_python_block(opening[1], body, only_marked) if opening else [])
+    return [*blocks, *([_block(opening[1], body)] if opening else [])]
 
 
-def _python_block(language: str, body: list[str], only_marked: bool) -> list[str]:
-    words = language.split()
-    is_python = bool(words and words[0].lower() in _PYTHON_LANGUAGES) or not (words or only_marked)
-    return [textwrap.dedent("\n".join(body))] if is_python else []
+def _block(marks: str, body: list[str]) -> tuple[str, str]:
+    return next(iter(marks.split()), ""), textwrap.dedent("\n".join(body))
 
 
 def _fence(line: str) -> tuple[str, str] | None:

@@ -25,7 +25,6 @@ References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]

@@ -45,9 +45,10 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.server import make_app
 from rayapp.runs.view.source import open_source
-from rayapp.sandbox.mcp_server.app import _application, serving
-from rayapp.sandbox.mcp_server.tools import ServerLimits
+from rayapp.sandbox.service.app import _application, serving
+from rayapp.sandbox.service.mcp_tools import ServerLimits
 from rayapp.tasks.code.conditions import holds as condition_holds
+from rayapp.tasks.fusion import fusion_routes
 from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
 from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
@@ -140,6 +141,23 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
+PROGRAMS = (
+    *JSON_BOMBS,
+    body(code="1", files={"../x": "", "/etc/x": ""}),
+    body(code="1", files={f"f{i}": "A" * 100_000 for i in range(60)}),
+    body(code="1", files={"a": "!" * 4_000_000}),
+    body(code="(" * 1_000_000),
+    body(code="print('x' * 10**9)", stdin="1" * 3_000_000, run_timeout=1),
+    body(code="1", language="x" * 1_000_000, fetch_files=["x" * 600]),
+    body(code=HALF, run_timeout=1e400, memory_limit_MB=10**30),
+)
+SUBMISSIONS = (
+    *JSON_BOMBS,
+    body(completion="```python\n" * 300_000, config={"provided_data": {"inputs": [""], "outputs": [""]}}),
+    body(completion="print(1)", config={"provided_data": {"test": "[" * 500_000}}),
+    body(completion="print(1)", config={"provided_data": [{"id": HALF}] * 100_000}, id=3),
+    body(completion="1", config={"dataset_type": "MBPPDataset", "provided_data": {"test": ["assert f(1)" * 9999]}}),
+)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -165,7 +183,14 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/metrics": QUERIES,
         "/health": QUERIES,
     },
-    "mcp": {"/mcp": JSON_BOMBS, "/health": QUERIES},
+    "sandbox service": {
+        "/mcp": JSON_BOMBS,
+        "/run_code": PROGRAMS,
+        "/submit": SUBMISSIONS,
+        "/v1/ping": QUERIES,
+        "/health": QUERIES,
+        "/metrics": QUERIES,
+    },
     "view": {
         "/": QUERIES,
         "/static": QUERIES,
@@ -272,15 +297,17 @@ async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def mcp(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    async with serving(SandboxConfig(providers=(LocalConfig(max_sandboxes=1),)), api_key="k") as url:
+async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
+    async with serving(config, keys={"test": "k"}, more_routes=fusion_routes()) as address:
         headers = {
             "e2b-api-key": "k",
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
         }
-        app: Any = _application(None, ServerLimits(), None, "127.0.0.1")  # type: ignore[arg-type]
-        yield Asked({each.path for each in app.routes}, partial(ask, url, headers))
+        none: Any = None
+        app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
+        yield Asked({each.path for each in app.routes if isinstance(each, Route)}, partial(ask, address, headers))
 
 
 def _degenerate(group: Group) -> Group:
@@ -312,7 +339,7 @@ async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
     "gateway": gateway,
     "serve": serve,
-    "mcp": mcp,
+    "sandbox service": sandbox_service,
     "view": view,
 }
 

@@ -45,9 +45,10 @@ class Ledger:
     folder: Path
     uri: str
     generation: int = 0
-    """Number of the last lock held here on the remote folder; a higher number there means others wrote since."""
+    """Number of the last lock that this machine held on the remote folder; if the remote folder has a higher number,
+    another run wrote since."""
     files: dict[str, Stamp] = field(default_factory=dict)
-    """By key, the stamp of the local file when it was sent. Complete folders (`final`) are one entry."""
+    """Stamp of the local file when it was sent, by key. Complete folders (`final`) are one entry."""
 
     def save(self) -> None:
         content = {"format": _FORMAT, "uri": self.uri, "generation": self.generation, "files": self.files}

@@ -270,7 +270,7 @@ def _set_aside(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != "run.lock":  # held by us
             path.rename(stale / path.name)
-    log.warning("%s was written by another process since; what this machine had of it is now in %s", folder, stale)
+    log.warning("another process has written %s since; this machine's files of it are now in %s", folder, stale)
 
 
 def _empty(folder: Path) -> None:

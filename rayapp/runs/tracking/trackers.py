@@ -94,7 +94,7 @@ class RunTracker:
     def _guarded(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # boundary: a tracker is never worth a run
+        except Exception as error:  # boundary: a failing tracker must not end the run
             if name not in self._num_failed:
                 kind = type(error).__name__
                 log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, kind, error)

@@ -123,7 +123,7 @@ class RunSource:
 
 
 MOST_RUNS = 30
-"""Most runs of a folder shown together, those written last."""
+"""Maximum number of runs of a folder to show; those written last are shown."""
 
 
 def run_uris(uri: str) -> list[str]:

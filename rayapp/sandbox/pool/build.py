@@ -1,7 +1,7 @@
 """Builds a sandbox pool and its suppliers from the configuration.
 
 `build_pool` serves the sandbox-pool actor. `open_pool` runs the same `LeasePool` and client inside the calling process,
-for programs without Ray (`rayapp score`, `rayapp mcp serve`, benchmarks).
+for programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks).
 """
 
 from __future__ import annotations

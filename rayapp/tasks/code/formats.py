@@ -9,9 +9,9 @@
 | `test_list`, `test_setup_code` or `test_imports` | MBPP |
 | `prompt`, `entry_point`, `test` | HumanEval |
 
-The first four are converted to PRIME's form, and then to tests. With `fn_name` the tests call the function of this
-name; each input is a list of arguments, or a text with one JSON value per line. Without `fn_name` each input is the
-standard input of a program.
+The first four are converted to PRIME's form, and then to tests. A field `language` names the language of a program
+(`languages.py`). With `fn_name` the tests call the function of this name; each input is a list of arguments, or a text
+with one JSON value per line. Without `fn_name` each input is the standard input of a program.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 from rayapp.core.errors import InputError
 from rayapp.tasks.code.conditions import humaneval_tests, mbpp_tests
 from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, StdinTest, is_returned, same_output
+from rayapp.tasks.code.languages import language_of
 
 Fields = Mapping[str, Any]
 _LEAST_OUTPUT_BYTES = 1 << 20
@@ -81,11 +82,16 @@ def as_json(ground_truth: object) -> str:
 
 
 def prime_form(fields: Fields) -> dict[str, Any]:
-    """Convert one of the first four formats to PRIME's form: `{inputs, outputs, fn_name, num_public}`.
+    """Convert one of the first four formats to PRIME's form: `{inputs, outputs, fn_name, num_public, language}`.
 
     Raises:
         InputError: a field is missing or can't be read.
     """
+    found = _prime_form(fields)
+    return found | {"language": fields["language"]} if fields.get("language") else found
+
+
+def _prime_form(fields: Fields) -> dict[str, Any]:
     if "input_output" in fields:
         return prime_form(_loaded(_text(fields, "input_output"), "input_output"))
     if "public_tests" in fields:
@@ -105,6 +111,9 @@ def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
     function = fields.get("fn_name") or ""
     if not isinstance(function, str) or (function and (not function.isidentifier() or iskeyword(function))):
         raise InputError(f"fn_name must be the name of a function, not {function!r:.60}")
+    language = language_of(fields.get("language"))
+    if language is not None and function:
+        raise InputError(f"fn_name {function!r} needs Python: programs in {language.name} read standard input")
     make = partial(_call_test if function else _stdin_test, comparison)
     return CodeTests(
         tests=tuple(make(*pair) for pair in zip(inputs, outputs, strict=True)),
@@ -112,6 +121,7 @@ def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
         may_be_method=True,
         has_usual_imports=True,
         num_public=int(fields.get("num_public") or 0),
+        language=language,
     )
 
 

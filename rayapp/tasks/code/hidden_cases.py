@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from rayapp.tasks.code.languages import Language
+
 Comparison = Literal["lines", "decimals"]
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -146,3 +148,5 @@ class CodeTests:
     """True if the candidate may use the usual imports of competitive programming (IMPORTS in `assembling.py`)."""
     num_public: int = 0
     """Number of tests that the problem's text shows; these are the first ones."""
+    language: Language | None = None
+    """Language of the program to write; None for Python."""

@@ -1,6 +1,7 @@
 """The rule `code_tests`: scores the code in an answer by tests that run in sandboxes.
 
     answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compare -> Reward
+                                            '- compiled there first, if it is not Python (`languages.py`)
 
 A program gets its test's standard input, a function its arguments. Expected results never enter the sandbox: they are
 compared in this process. A test fails if the code raises, is stopped, or gives another result. The tests that earlier
@@ -14,12 +15,13 @@ import random
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 from rayapp.config.agent import CodeSection
+from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, Reward, SandboxSpec
 from rayapp.sandbox.verdict.codec import off_the_loop
@@ -36,10 +38,12 @@ from rayapp.tasks.code.assembling import (
 )
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, InsideTest, StdinTest, Test
+from rayapp.tasks.code.languages import MISSING, Language, screen_program
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, holds, on_text
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
+_MOST_TOLD_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,8 @@ class CodeProblem:
             if candidate.screened.status:
                 verdict = _failed(candidate.screened.status, candidate.screened.detail)
             else:
-                verdict = await judged_in_sandbox(sandboxes, self._spec, partial(self._judge, candidate, tests, seed))
+                judge = partial(self._judge, candidate, tests, seed)
+                verdict = await judged_in_sandbox(sandboxes, self._spec(tests), judge)
         except TextTooCostlyError as error:
             verdict = _failed(error.kind, str(error))
         except TextReadingFailedError as error:
@@ -101,18 +106,25 @@ class CodeProblem:
         candidate = await self._candidate(final_text, tests, "")
         if candidate.screened.status:
             return [(candidate.screened.detail, 0.0) for _ in tests.tests]
-        async with sandboxes.lease(self._spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        async with sandboxes.lease(self._spec(tests), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            if problem := await candidate.compile(sandbox):
+                return [(problem, 0.0) for _ in tests.tests]
             return [await candidate.run(test, sandbox, self.rules.test_timeout_s) for test in tests.tests]
 
-    @property
-    def _spec(self) -> SandboxSpec:
-        return SandboxSpec(memory_mib=self.rules.memory_mib)
+    def _spec(self, tests: CodeTests) -> SandboxSpec:
+        return spec_of(tests.language, self.rules.memory_mib)
 
     async def _candidate(self, final_text: str, tests: CodeTests, prefill: str) -> _Candidate:
+        if (language := tests.language) is not None:
+            code, status, detail = await on_text(screen_program, final_text, language.fences)
+            screened = Screened(code=code, status=status, detail=detail, line=0, needs_imports=False)
+            return _Candidate(screened=screened, code=code, tests=tests, rules=self.rules)
         found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
         return _Candidate(screened=found, code=_with_imports(found, tests), tests=tests, rules=self.rules)
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
+        if problem := await candidate.compile(sandbox):
+            return _failed("compile_error", problem)
         chosen = self._chosen(tests, seed)
         stops_early = self.rules.score == "all"
         num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
@@ -145,13 +157,30 @@ class CodeProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """Code that the policy wrote, with methods that run it on each kind of test."""
+    """Code that the policy wrote, with methods that compile it and run it on each kind of test."""
 
     screened: Screened
     code: str
     """The code with its preamble and imports."""
     tests: CodeTests
     rules: CodeSection
+
+    async def compile(self, sandbox: Sandbox) -> str:
+        """Compile code in another language than Python. Return the compiler's first messages; empty if it is content.
+
+        Raises:
+            SandboxConfigError: the compiler is not in the sandbox.
+        """
+        if (language := self.tests.language) is None:
+            return ""
+        main_class = language.main_class(self.code)
+        await sandbox.write_file(language.file.replace("{}", main_class), self.code.encode(errors="replace"))
+        ran = await sandbox.run_command(
+            language.compile_command(main_class), timeout_s=self.rules.compile_timeout_s, max_output_bytes=1 << 20
+        )
+        if ran.exit_code == MISSING:
+            raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+        return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
         """Return the reason of failure (empty if the test passed), and the seconds that the test took."""
@@ -165,9 +194,12 @@ class _Candidate:
                 return await self._run_check(test, sandbox, timeout_s)
 
     async def _run_program(self, test: StdinTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
-        ran = await sandbox.run_code(
-            self.code, timeout_s=timeout_s, stdin=test.stdin, max_output_bytes=test.max_output_bytes
-        )
+        if (language := self.tests.language) is None:
+            run = partial(sandbox.run_code, self.code)
+        else:
+            argv = language.run_command(language.main_class(self.code), self.rules.memory_mib)
+            run = partial(sandbox.run_command, argv)
+        ran = await run(timeout_s=timeout_s, stdin=test.stdin, max_output_bytes=test.max_output_bytes)
         if problem := _problem(ran):
             return problem, ran.duration_s
         is_right = await off_the_loop(len(ran.stdout), partial(test.is_expected, ran.stdout))
@@ -195,6 +227,44 @@ class _Candidate:
         (call,) = report.calls
         problem = _problem(report.exec) or call.error
         return problem or ("" if call.value == answer else "wrong value"), report.exec.duration_s
+
+
+def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
+    """Return the sandboxes that tests of a language need; None is Python."""
+    if language is None:
+        return SandboxSpec(memory_mib=memory_mib)
+    return SandboxSpec(
+        memory_mib=max(language.compile_mib, memory_mib + language.extra_mib),
+        disk_mib=language.disk_mib,
+        max_processes=language.max_processes,
+    )
+
+
+def missing_compiler(language: Language, provider: str) -> str:
+    """Return the message on sandboxes without the language's compiler."""
+    program = language.compile_command("")[3]
+    place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
+    return f"{language.name}: sandboxes of {provider} have no {program}, which tests its programs: install it {place}"
+
+
+async def check_languages(languages: Iterable[Language], sandboxes: SandboxSource) -> None:
+    """Look for each language's compiler in a sandbox.
+
+    Raises:
+        SandboxConfigError: a compiler is missing, or these sandboxes can't run programs.
+        SandboxError: a sandbox failed.
+    """
+    for language in languages:
+        async with sandboxes.lease(spec_of(language, CodeSection().memory_mib), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            candidate = _Candidate(
+                screened=Screened(code=language.nothing, status="", detail="", line=0, needs_imports=False),
+                code=language.nothing,
+                tests=CodeTests(tests=(), language=language),
+                rules=CodeSection(),
+            )
+            if problem := await candidate.compile(sandbox):
+                where = f"sandboxes of {sandbox.provider}"
+                raise SandboxConfigError(f"{where} can't compile a program that does nothing: {problem}")
 
 
 def _with_imports(found: Screened, tests: CodeTests) -> str:

@@ -102,6 +102,8 @@ class Own(BaseModel):
     """Patterns of the files that belong to an answer; changes to other files are ignored."""
     score: Literal["all", "share"] = "all"
     """Reward: `all` gives 1 if every test passes, else 0; `share` gives the fraction of tests that pass."""
+    sentinels: int = Field(12, ge=0, le=64)
+    """Maximum runs of a trusted test.sh with a wrong expectation, to find forged verdicts; 0 runs none."""
 
 
 class _Metadata(_Section):

@@ -2,16 +2,17 @@
 
     changed files -> fresh sandbox: changed repository at /app, tests at /tests -> test.sh -> its reward file
 
-The script runs the code that it judges, so the code can write the reward itself: this module does not prevent that. It
-only takes cheap precautions. From the agent's work the sandbox gets only changed files, except files that control a
-test runner. The reward is read from one file, after all processes of the script have ended. A killed script gives no
-reward.
+The script runs the code that it judges, so the code can write the reward itself. These precautions are taken. From the
+agent's work the sandbox gets only changed files, except files that control a test runner. The reward is read from one
+file, after all processes of the script have ended. A killed script gives no reward. Code that passes the tests must
+fail their sentinels (`sentinels.py`), each in its own sandbox; otherwise its pass was forged.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import random
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ from rayapp.core.errors import SandboxConfigError, SandboxProtocolError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Reward
 from rayapp.sandbox.local.levels.visible_files import HARBOR
+from rayapp.tasks.repository.sentinels import Sentinel, draw, run_by, with_sentinels
 
 WORKDIR = "/app"
 """Default folder of a repository; the only one in local sandboxes."""
@@ -31,6 +33,8 @@ _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
 _FILL_TIMEOUT_S = 60.0
 _SHOWN_CHARS = 300
+SCRIPT_FAILURES = ("no_reward", "bad_reward")
+"""Failure kinds of a verdict that the script itself caused."""
 _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
@@ -93,6 +97,11 @@ class TestScript:
     image: str
     """Image or template of its sandboxes; empty if any sandbox with Python is enough."""
 
+    def sentinels(self, rng: random.Random) -> list[Sentinel]:
+        """Return sentinels of the Python tests that the script seems to run, in random order."""
+        texts = [data.decode(errors="replace") for path, data in self.files.items() if not path.endswith(".py")]
+        return draw(self.files, run_by("\n".join(texts), list(self.files)), rng)
+
 
 def why_a_script_needs_an_image(script: str) -> str:
     """Return the first line of a test.sh that a plain Python sandbox can't run, and why; empty if it can run all
@@ -144,16 +153,18 @@ async def judge_by_script(
     gone: Sequence[str],
     workdir: str,
     timeout_s: float,
+    sentinels: Sequence[Sentinel] = (),
 ) -> tuple[Reward, float]:
     """Return the reward that `test.sh` writes, and the seconds that it took.
 
     Args:
+        sentinels: expectations of the tests to make wrong before the script runs.
         gone: paths of the files to delete from the image's repository.
     Raises:
         SandboxConfigError: these sandboxes can't hold Harbor's paths.
         SandboxError: the sandbox failed.
     """
-    tests = {f"/tests/{path}": data for path, data in script.files.items()}
+    tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
     code = {f"{workdir}/{path}": text.encode() for path, text in repository.items()}
     rewards = [f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt"]
     missing = [*(f"{workdir}/{path}" for path in gone), *rewards]
@@ -233,3 +244,10 @@ def _reward(value: float, detail: str) -> Reward:
         terms={"pass_rate": value, "solved": solved, "verdict/forgeable": 1.0},
         detail=detail[-_SHOWN_CHARS:],
     )
+
+
+def forged(passed: Sequence[Sentinel]) -> Reward:
+    """Return the verdict on code that passed these sentinels, which right code fails."""
+    names = ", ".join(sorted({sentinel.name for sentinel in passed}))
+    detail = f"forged: tests/test.sh also passes with a wrong expectation in {names}"
+    return replace(_reward(0.0, ""), status="forged", detail=detail[:_SHOWN_CHARS])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,17 @@ from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
 from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
-from rayapp.tasks.repository.scripts import LINK_WORKDIR, SOLVE, judge_by_script, run_solve_script, without_steering
+from rayapp.tasks.repository.scripts import (
+    LINK_WORKDIR,
+    SCRIPT_FAILURES,
+    SOLVE,
+    TestScript,
+    forged,
+    judge_by_script,
+    run_solve_script,
+    without_steering,
+)
+from rayapp.tasks.repository.sentinels import Sentinel
 from rayapp.tasks.text_process import TextReadingFailedError
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
@@ -213,9 +224,8 @@ class RepositoryTask:
         if files is None:
             found = no_answer("no answer was handed in")
         else:
-            judge = partial(self._judge, self.with_changes(files))
             try:
-                found = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+                found = await self._verdict(self.with_changes(files), sandboxes, seed)
             except TextReadingFailedError as error:
                 found = Reward.invalid(error.kind, str(error))
         return replace(found, time_score_s=time.monotonic() - started)
@@ -224,14 +234,60 @@ class RepositoryTask:
         """Return the repository with these changes, without changes to files that don't belong to an answer."""
         return applied(self.folder.repository, files, self.folder.own.answer)
 
+    async def _verdict(self, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int) -> Reward:
+        if self.folder.script is None:
+            return await judged_in_sandbox(sandboxes, self.verdict_spec, partial(self._judge, repository))
+        found = await self._by_script(repository, sandboxes)
+        if not found.valid or found.value <= 0.0:
+            return found
+        return await self._unless_forged(found, self.folder.script, repository, sandboxes, seed)
+
     async def _judge(self, repository: Mapping[str, str], sandbox: Sandbox) -> Reward:
-        if self.folder.script is not None:
-            return (await self.judge_by_script(repository, sandbox))[0]
         tests = self.folder.tests
         outcomes = await run_tests(sandbox, repository, tests, timeout_s=self.folder.timeout_s)
         return verdict(tests, outcomes, pays_share=self.folder.own.score == "share")
 
-    async def judge_by_script(self, changed: Mapping[str, str], sandbox: Sandbox) -> tuple[Reward, float]:
+    async def _by_script(
+        self, repository: Mapping[str, str], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
+    ) -> Reward:
+        async def judge(sandbox: Sandbox) -> Reward:
+            return (await self.judge_by_script(repository, sandbox, sentinels))[0]
+
+        return await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+
+    async def _unless_forged(
+        self, found: Reward, script: TestScript, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int
+    ) -> Reward:
+        """Return the script's verdict, or a verdict of forgery if the code also passes sentinels, which right code
+        fails.
+
+        If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
+        fraction, the code must have passed all of them: the script may not run the test of a single one.
+        """
+        sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
+        passed = []
+        for sentinel in sentinels:
+            reward = await self._by_script(repository, sandboxes, (sentinel,))
+            if not reward.valid and reward.failure_kind not in SCRIPT_FAILURES:
+                return reward
+            if not reward.valid or reward.value < found.value:
+                continue
+            if found.value >= 1.0 and self.folder.solution:
+                if await self._solution_fails(sentinel, sandboxes):
+                    return forged([sentinel])
+                continue  # the script does not run this test, or its result does not count
+            passed.append(sentinel)
+        return forged(passed) if passed and len(passed) == len(sentinels) else found
+
+    async def _solution_fails(self, sentinel: Sentinel, sandboxes: SandboxSource) -> bool:
+        """Return True if the task's own solution passes the tests and fails this sentinel."""
+        solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
+        with_it = await self._by_script(solution, sandboxes, (sentinel,))
+        return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
+
+    async def judge_by_script(
+        self, changed: Mapping[str, str], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
+    ) -> tuple[Reward, float]:
         """Return the reward of the folder's `test.sh` and the seconds that it took; see `scripts.judge_by_script`."""
         folder = self.folder
         assert folder.script is not None
@@ -239,7 +295,13 @@ class RepositoryTask:
         repository, left_out = without_steering(folder.repository, changed, told)
         gone = sorted(folder.repository.keys() - repository.keys())
         reward, seconds = await judge_by_script(
-            sandbox, folder.script, repository, gone=gone, workdir=folder.workdir, timeout_s=folder.timeout_s
+            sandbox,
+            folder.script,
+            repository,
+            gone=gone,
+            workdir=folder.workdir,
+            timeout_s=folder.timeout_s,
+            sentinels=sentinels,
         )
         note = f"left out: {', '.join(left_out)}. " if left_out else ""
         return replace(reward, detail=note + reward.detail), seconds

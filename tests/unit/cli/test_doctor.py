@@ -61,7 +61,7 @@ def test_a_metrics_port_that_is_taken_is_found_with_another() -> None:
         port = taken.getsockname()[1]
         found = metrics_port(port)
 
-    assert (found.level, found.detail) == ("note", f"{port} is taken, by a Ray that runs or by another program")
+    assert (found.level, found.detail) == ("note", f"{port} is taken, by a running Ray or by another program")
     assert found.cure.startswith(f"ray start --head --metrics-export-port={port + 1}")
     assert metrics_port(port).level == "ok"
 

@@ -132,7 +132,9 @@ def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read
 
 
 def test_a_model_without_a_chat_template_says_so_with_the_row(read: Read) -> None:
-    with pytest.raises(InputError, match=r"row 0: the model has no chat template .*agent.chat_template"):
+    with pytest.raises(
+        InputError, match=r"the row has messages, but the model has no chat template .*agent.chat_template"
+    ):
         read({"messages": [ASK, ANSWER]}, template="")
 
 

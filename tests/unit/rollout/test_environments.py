@@ -366,7 +366,9 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
     both = {**MOVE, "properties": {"to": {"type": "integer"}, "why": {"type": "string"}}}
     async with OpenEnvStub({"action": both}).running() as url:
         for field in ("to", "why"):
-            with pytest.raises(ConfigError, match=f"text_field '{field}' .* it has why, and needs to"):
+            with pytest.raises(
+                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and it needs to"
+            ):
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:
         game = bench(openenv(url, text_field="message"))
@@ -402,7 +404,7 @@ async def test_an_openenv_server_of_another_version_is_told_with_the_way_out(
 ) -> None:
     async with OpenEnvStub(schema).running() as url:
         game = bench(openenv(url))
-        with pytest.raises(ConfigError, match=r"game: OpenEnv server http.* speaks another version.*pip install -U"):
+        with pytest.raises(ConfigError, match=r"game: OpenEnv server .* has an incompatible version.*pip install -U"):
             await game.group()
 
 

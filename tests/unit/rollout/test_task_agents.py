@@ -306,7 +306,7 @@ async def test_the_first_answer_of_a_turn_counts_and_what_is_no_answer_is_told(b
     right, wrong = f"def double(x):\n    return {FIXED}", WRONG
     played = await bench.play([both, call("submit", answer=right) + call("submit", answer=wrong), "never said"])
 
-    assert played.outputs[0] == "Error: give either path or answer"
+    assert played.outputs[0] == "Error: give either path or answer, not both"
     assert (played.first.reward.value, played.first.num_turns) == (1.0, 2)
 
 
@@ -477,7 +477,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
     options = ["rollout.group_size=4", "train.groups_per_step=2"]
     with pytest.raises(InputError, match=r"task first: .* has no method agent_start"):
         check_tasks(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
-    with pytest.raises(ConfigError, match=r"group_size 4 = 8 run at once, .* allow 5"):
+    with pytest.raises(ConfigError, match=r"allow 5, .* group_size 4 = 8 trajectories run at once"):
         config = config_of(*options, f"tasks=[{task_file(tmp_path)}]", "sandbox.max_leases=5")
         check_tasks(config, training=True)
 

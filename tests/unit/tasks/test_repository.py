@@ -194,7 +194,10 @@ async def test_a_task_of_harbors_is_judged_and_solved_by_its_scripts_where_the_u
 
 
 @real
-async def test_an_audit_tells_which_cheats_a_trusted_script_pays(sandboxes: SandboxSource, folder: Path) -> None:
+async def test_an_audit_tells_which_cheats_a_trusted_script_pays_without_sentinels(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
+    (folder / "task.toml").write_text("[metadata.rayapp]\nsentinels = 0\n")
     subject = repository_subject(trusted(folder))
     tried = {"ends its process with success", "adds a conftest.py that passes every test", "skips, as a test would"}
     few = tuple(cheat for cheat in subject.cheats if cheat.name in tried)

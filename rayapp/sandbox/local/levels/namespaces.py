@@ -283,14 +283,14 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Write the files in /etc that libc reads: the user's name, and the libraries' paths, which are copied from this
-    machine's /etc."""
+    """Write the files in /etc that libc reads: the user's name, and the libraries' paths. These paths and Java's
+    settings are copied from this machine's /etc."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()
     (etc / "passwd").write_text(f"sandbox:x:{uid}:{gid}:sandbox:{_TMP}:/bin/sh\n")
     (etc / "group").write_text(f"sandbox:x:{gid}:\n")
     (etc / "hostname").write_text("sandbox\n")
-    for name in ("ld.so.cache", "alternatives"):
+    for name in ("ld.so.cache", "alternatives", *(path.name for path in Path("/etc").glob("java-*-openjdk"))):
         if os.access(f"/etc/{name}", os.R_OK):
             _bind_read_only(f"/etc/{name}", f"{root}/etc/{name}")
