@@ -113,8 +113,8 @@ class McpLink:
                 return await self._session.list_tools()
         except Exception as error:  # boundary: the SDK raises groups of many types of errors
             raise ConfigError(
-                f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp sandbox serve`), or correct its "
-                "url and key in the file that mcp_servers_config_path names"
+                f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp sandbox serve`), or correct "
+                "its url and key in the file that mcp_servers_config_path names"
             ) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:

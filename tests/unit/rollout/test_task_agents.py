@@ -457,7 +457,7 @@ def task_file(folder: Path, **fields: object) -> Path:
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
         ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
-        ({"files": {"../x": ""}}, r"'../x' is not a relative path inside a folder"),
+        ({"files": {"../x": ""}}, r"'../x' must be a relative path inside the workspace"),
         ({"files": {"test_public.py": ""}}, r"files names test_public.py, which is written from public_tests"),
         ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),

@@ -421,7 +421,7 @@ def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp
 
     with pytest.raises(
         InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is neither tool_agent nor single_turn_agent"
-    ) as caught:
+    ):
         open_now([path], tmp_path, check_agent=check_agent_name)
 
 

@@ -69,7 +69,7 @@ def test_an_empty_name_is_refused_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_task_based_on_none_that_ships_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"based_on is 'sort'; it is one of max_subarray_sum"):
+    with pytest.raises(InputError, match=r"based_on is 'sort': it must be one of max_subarray_sum"):
         load_task(write(tmp_path, "based_on: sort\n"))
 
 
@@ -162,7 +162,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         ({"banned_patterns": ["a b"]}, r"banned_patterns\[0\]: 'a b' names nothing"),
         ({"timeout_s": 0}, r"timeout_s = 0: must be a number, above 0 and at most 600"),
         ({"promt": "x"}, r"unknown key promt; did you mean prompt\?"),
-        ({"prompt_format": "completion"}, r"with prompt_format completion the prompt has to end in the line `def add"),
+        ({"prompt_format": "completion"}, r"prompt_format is completion, so the prompt must end in the line `def add"),
         ({"prompt_format": "chat", "prefill": "x"}, r"only chat_prefill reads it"),
     ],
 )
@@ -202,7 +202,7 @@ def test_reference_and_tests_are_tried_when_the_task_is_loaded(
         ("a: [", "x.yaml", "is not YAML"),
         ("- a", "x.yaml", "a mapping with prompt"),
         ("raise ValueError('no')", "x.py", "can't run: ValueError: no"),
-        ("TASK = 5", "x.py", "has to bind TASK"),
+        ("TASK = 5", "x.py", "must bind TASK"),
     ],
 )
 def test_broken_file_is_explained(tmp_path: Path, text: str, name: str, message: str) -> None:
