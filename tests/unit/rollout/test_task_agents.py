@@ -453,7 +453,7 @@ def task_file(folder: Path, **fields: object) -> Path:
             {"public_tests": ["double(2) == 4", "double(3) == 9"]},
             r"task double: the reference fails public test 2, `double\(3\) == 9`: it gives `6`",
         ),
-        ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' is not of the form double\(…\) == …"),
+        ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' must have the form double\(…\) == …"),
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
         ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
