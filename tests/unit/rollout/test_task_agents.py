@@ -458,7 +458,7 @@ def task_file(folder: Path, **fields: object) -> Path:
         ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
         ({"files": {"../x": ""}}, r"'../x' must be a relative path inside the workspace"),
-        ({"files": {"test_public.py": ""}}, r"files names test_public.py, which is written from public_tests"),
+        ({"files": {"test_public.py": ""}}, r"files has test_public.py, which is also made from public_tests"),
         ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),
     ],
@@ -477,7 +477,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
     options = ["rollout.group_size=4", "train.groups_per_step=2"]
     with pytest.raises(InputError, match=r"task first: .* has no method agent_start"):
         check_tasks(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
-    with pytest.raises(ConfigError, match=r"allow 5, .* group_size 4 = 8 trajectories run at once"):
+    with pytest.raises(ConfigError, match=r"allow 5, .*group_size 4 = 8 trajectories run at once"):
         config = config_of(*options, f"tasks=[{task_file(tmp_path)}]", "sandbox.max_leases=5")
         check_tasks(config, training=True)
 

@@ -347,8 +347,8 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
     ("name", "kind", "words"),
     [
         ("raises", "reward_error", "ValueError: no idea"),
-        ("hangs", "reward_timeout", "over 0.05 s"),
-        ("hangs_async", "reward_timeout", "over 0.05 s"),
+        ("hangs", "reward_timeout", "more than 0.05 s"),
+        ("hangs_async", "reward_timeout", "more than 0.05 s"),
         ("nan", "reward_nonsense", "not a finite number"),
         ("text", "reward_nonsense", "'good'"),
         ("no_score", "reward_nonsense", "without the key score"),
