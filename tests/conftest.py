@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -189,6 +190,17 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skip where no namespaces can be made, as in an ordinary container: code in a sandbox then writes no files and
+    starts no programs."""
+    from rayapp.sandbox.local.doctor import run_doctor
+
+    report = asyncio.run(run_doctor(levels=("ns",), families=()))
+    if report.level == "none":
+        pytest.skip(f"no namespaces: {report.refused}")
+
+
 @pytest.fixture(scope="module")
 def stand_in_engines() -> Iterator[None]:
     """Let processes that the module's tests start find stand-ins in place of vLLM."""
@@ -253,6 +265,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
+
+
+@pytest.fixture(scope="session")
+def images() -> Iterator[Any]:
+    """Images with this machine's programs; see `support.images`."""
+    from support.images import machine_images
+
+    with machine_images() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,10 @@ _KEYS = (
 )  # fmt: skip
 _GIB = 1 << 30
 _SANDBOX_TIMEOUT_S = 20.0
+_MOST_BESIDE_SHM = 10**10
+"""Bytes of the largest object store that Ray places in /tmp where /dev/shm is too small."""
+_SHM_OF_RANKS = 160 << 20
+"""Bytes of /dev/shm that vLLM needs for the messages between the ranks of one server."""
 METRICS_PORT = 8080
 """Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
 
@@ -392,13 +396,22 @@ def _node_memory_fits(config: Config) -> Iterator[Finding]:
 
 
 def _shared_memory_fits(config: Config) -> Iterator[Finding]:
-    shm = _free_shared_memory()
-    if shm < config.cluster.object_store_mib << 20:
+    shm, store = _free_shared_memory(), config.cluster.object_store_mib << 20
+    if shm < store:
+        is_refused = store > _MOST_BESIDE_SHM
+        yield Finding(
+            "problem" if is_refused else "note",
+            "/dev/shm",
+            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}"
+            + ("" if is_refused else ": Ray keeps objects in /tmp, on the disk"),
+            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+        )
+    if config.server.tensor_parallel_size > 1 and shm < _SHM_OF_RANKS:
         yield Finding(
             "problem",
             "/dev/shm",
-            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
-            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+            f"{shm >> 20} MiB are free, and vLLM's ranks (server.tensor_parallel_size) need {_SHM_OF_RANKS >> 20} MiB",
+            cure="give the container a larger /dev/shm (--shm-size)",
         )
 
 

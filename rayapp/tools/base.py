@@ -18,9 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import ExecRecord
+from rayapp.tools.config import parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +143,29 @@ class Tool(Protocol):
         ...
 
 
+class ToolConfig(BaseModel):
+    """`config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`; other keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str = "native"
+    timeout: float | None = Field(None, gt=0)
+    """Deadline of one call in seconds. null: the class's `timeout_s`."""
+
+
 class ToolBase:
-    """Base class of most tools. Subclasses add `schema` and `execute`; if they keep state, the other three methods too.
+    """Base class of most tools. Subclasses add `schema` and `execute`; if they have their own keys, `Config`; if they
+    keep state, the other three methods.
 
     Args:
-        config: section `config` of the tool's entry; its `timeout` is the deadline of one call in seconds.
+        config: section `config` of the tool's entry.
         schema: `tool_schema` of the entry; None for the class's own schema.
         context: services of the process.
+    Raises:
+        ConfigError: `config` has a key that `Config` lacks, or a wrong value.
     """
 
+    Config: type[ToolConfig] = ToolConfig
+    config: ToolConfig
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
@@ -161,12 +178,12 @@ class ToolBase:
         schema: ToolSchema | None = None,
         context: ToolContext | None = None,
     ) -> None:
-        self.config = dict(config or {})
+        self.config = parse(config or {}, self.Config, where=f"config of tool {type(self).__name__}")
         self.context = context or ToolContext()
         if schema is not None:
             self.schema = schema
-        if "timeout" in self.config:
-            self.timeout_s = float(self.config["timeout"])
+        if self.config.timeout is not None:
+            self.timeout_s = self.config.timeout
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
         return None

@@ -39,7 +39,7 @@ class PythonTool(WorkspaceTool):
     """Tool `python`: runs Python in the workspace."""
 
     Config = PythonToolConfig
-    own: PythonToolConfig
+    config: PythonToolConfig
     schema = ToolSchema(
         name="python",
         description="Runs Python code and returns what it prints. Names stay defined from one call to the next.",
@@ -56,7 +56,7 @@ class PythonTool(WorkspaceTool):
 
     async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
         code = str(arguments["code"])
-        if self.own.stateful:
+        if self.config.stateful:
             return await self._run(state, code)
         workspace = open_workspace([self])
         try:
@@ -66,10 +66,10 @@ class PythonTool(WorkspaceTool):
 
     async def _run(self, workspace: Workspace, code: str) -> ToolOutput:
         async def run(sandbox: Sandbox) -> ExecResult:
-            return await sandbox.run_code(code, timeout_s=self.own.timeout, stateful=self.own.stateful)
+            return await sandbox.run_code(code, timeout_s=self.config.timeout, stateful=self.config.stateful)
 
         used = await workspace.use(run)
-        text = result_text(used.value, stateful=self.own.stateful)
+        text = result_text(used.value, stateful=self.config.stateful)
         return ToolOutput(text=text, waited_s=used.waited_s, execs=(used.ran,))
 
 
@@ -117,9 +117,9 @@ class BashTool(WorkspaceTool):
 
         async def run(sandbox: Sandbox) -> ExecResult:
             if not state.has_shell:
-                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.own.timeout))
+                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.config.timeout))
                 state.has_shell = True
-            return await sandbox.run_command([*_SHELL, command], timeout_s=self.own.timeout)
+            return await sandbox.run_command([*_SHELL, command], timeout_s=self.config.timeout)
 
         used = await state.use(run)
         return ToolOutput(text=_shell_text(used.value), waited_s=used.waited_s, execs=(used.ran,))

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import ExecRecord, ExecResult, SandboxSpec
-from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolSchema
+from rayapp.tools.base import ToolBase, ToolConfig, ToolContext, ToolFailedError, ToolSchema
 from rayapp.tools.config import parse
 
 T = TypeVar("T")
@@ -28,11 +28,9 @@ MAX_FILE_BYTES = 1 << 18
 _SETUP_TIMEOUT_S = 30.0
 
 
-class WorkspaceConfig(BaseModel):
+class WorkspaceConfig(ToolConfig):
     """Section `config` of a tool that uses the workspace. The largest values among a trajectory's tools apply."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    type: str = "native"
     timeout: float = Field(10.0, gt=0)
     """Time limit of the code in one call, in seconds."""
     lease_timeout: float = Field(120.0, gt=0)
@@ -151,6 +149,7 @@ class WorkspaceTool(ToolBase):
     if their state is more than the workspace."""
 
     Config: type[WorkspaceConfig] = WorkspaceConfig
+    config: WorkspaceConfig
 
     def __init__(
         self,
@@ -159,9 +158,8 @@ class WorkspaceTool(ToolBase):
         context: ToolContext | None = None,
     ) -> None:
         super().__init__(config, schema, context)
-        self.own = parse(self.config, self.Config, where=f"tool {self.schema.name}: config")
         # Allow for waiting for a sandbox and running the code, twice if the first sandbox is dead.
-        self.timeout_s = 2 * (self.own.timeout + self.own.lease_timeout) + 30.0
+        self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
             raise ConfigError(f"tool {self.schema.name}: it needs sandboxes, and this process has none")
         self.sandboxes = self.context.sandboxes
@@ -206,10 +204,12 @@ def open_workspace(
     asked = spec or SandboxSpec()
     spec = replace(
         asked,
-        packages=tuple(sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.own.packages)})),
-        memory_mib=max([tool.own.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
+        packages=tuple(
+            sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.config.packages)})
+        ),
+        memory_mib=max([tool.config.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
     )
-    wait_s = max(tool.own.lease_timeout for tool in tools)
+    wait_s = max(tool.config.lease_timeout for tool in tools)
     return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files or {}, setup=setup)
 
 

@@ -22,7 +22,7 @@ from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
 from support.learners import save_llama
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
 BUBBLE = """def sort_numbers(xs):

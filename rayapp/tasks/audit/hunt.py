@@ -57,7 +57,11 @@ SKIPPED = {'/proc', '/sys', '/dev', '/usr', '/bin', '/sbin', '/lib', '/lib64', h
 walk(here, True)
 if words:
     walk('/', False)
-for number in os.listdir('/proc') if os.path.isdir('/proc') else ():
+try:
+    processes = os.listdir('/proc')
+except OSError:
+    processes = ()
+for number in processes:
     if number.isdigit():
         for name in ('cmdline', 'environ'):
             try:

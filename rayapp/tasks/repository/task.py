@@ -69,8 +69,11 @@ for folder, folders, names in os.walk('.'):
             break
         files[path] = text
 files.update((path, None) for path in known if not os.path.lexists(path))
-print(json.dumps({'problem': problem, 'files': {} if problem else files}))
+found = json.dumps({'problem': problem, 'files': {} if problem else files}, ensure_ascii=False)
+sys.stdout.buffer.write(found.encode(errors='replace'))
 """
+_MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
+"""MAX_BYTES, and room for quotes and line ends as JSON writes them; reading more would hold the event loop."""
 
 
 async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, str | None]:
@@ -81,16 +84,17 @@ async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, 
         SandboxError: the sandbox failed.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
-    ran = await sandbox.run_code(
-        _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps([known, MAX_BYTES, _SKIPPED]), max_output_bytes=8 * MAX_BYTES
-    )
+    told = json.dumps([known, MAX_BYTES, _SKIPPED])
+    ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     if ran.stopped_for is not None:
         raise UnusableWorkError(f"the workspace could not be read: stopped for {ran.stopped_for.value}")
     try:
         found = json.loads(ran.stdout)
-        problem, files = found["problem"], found["files"]
-    except (ValueError, KeyError, TypeError):
+        problem, files = found["problem"], dict(found["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None
+    if len(files) > MAX_FILES:
+        problem = f"more than {MAX_FILES} files have changed"
     if problem:
         raise UnusableWorkError(problem)
     return {str(path): None if text is None else str(text) for path, text in files.items()}
@@ -159,7 +163,7 @@ class RepositoryTask:
             memory_mib=folder.memory_mib,
             disk_mib=folder.disk_mib,
             max_processes=_PROCESSES,
-            own_root=bool(folder.workdir),
+            own_files=True,
         )
 
     @property

@@ -126,6 +126,23 @@ def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
     assert "cluster.object_store_mib is 1000000000" in found["/dev/shm"].detail
 
 
+def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_need_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor._free_shared_memory", lambda: 64 << 20)
+
+    def found(**sections: object) -> list[str]:
+        config = Config.model_validate({"cluster": {"device": "cpu"}, "model": {"path": str(model)}} | sections)
+        return [f"{each.level}: {each.detail}" for each in fitness(config) if each.what == "/dev/shm"]
+
+    assert found() == [
+        "note: 0.1 GiB are free, cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
+    ]
+    assert "problem: 64 MiB are free, and vLLM's ranks (server.tensor_parallel_size) need 160 MiB" in found(
+        server={"tensor_parallel_size": 2}
+    )
+
+
 def test_missing_model_is_found_with_its_cure() -> None:
     found = problems({"cluster": {"device": "cpu"}, "model": {"path": "models/nowhere/smollm2-135m"}})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,11 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_a_model_that_brings_its_own_code_is_trained_where_its_code_is_trusted(tmp_path: Path) -> None:
+def test_a_model_that_brings_its_own_code_is_trained_where_its_code_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
     folder = tmp_path / "own"
     trial.save_tiny(LlamaConfig(**(SMALL | {"vocab_size": VOCABULARY})), folder)
     (folder / "own_code.py").write_text(CODE)

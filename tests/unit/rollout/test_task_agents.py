@@ -166,6 +166,7 @@ def config_of(*overrides: str) -> Config:
     )
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_an_agent_that_writes_runs_reads_a_traceback_mends_and_submits_earns_one(bench: Bench) -> None:
     played = await bench.play(
         [
@@ -204,6 +205,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_what_an_agent_leaves_behind_or_patches_gains_it_nothing(bench: Bench) -> None:
     reads_workspace = "def double(x):\n    return int(open('answer').read())\n"
     honest = await bench.play([call("submit", answer=WRONG)])
@@ -229,6 +231,7 @@ async def test_what_an_agent_leaves_behind_or_patches_gains_it_nothing(bench: Be
     assert "FileNotFoundError" in played.first.reward.detail
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_of_its_own(opened: Any) -> None:
     class Recorded(LocalProvider):
         made: list[str] = []  # noqa: RUF012  (of this test)
@@ -394,6 +397,7 @@ async def test_bash_says_when_no_command_line_can_run_in_this_nodes_sandboxes(op
     assert played.first.reward.value == 1.0, "the other tools work there"
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_workspace_holds_the_tasks_files_and_the_prompt_names_them(bench: Bench) -> None:
     task = TASK.model_copy(update={"files": {"lib/words.txt": "é\n"}})
     ls = call("bash", command="find . -type f | sort; cat lib/words.txt")
@@ -406,6 +410,7 @@ async def test_a_workspace_holds_the_tasks_files_and_the_prompt_names_them(bench
         assert f'"name": "{name}"' in played.group.prompt.text
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
     def replace(old: str, **more: str) -> str:
         return call("edit", command="str_replace", path="a.py", old_str=old, **more)
@@ -433,6 +438,7 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
     ]
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_tool_file_configures_a_tool_that_the_task_brings(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "tools.yaml"
     file.write_text("tools:\n  - {class_name: bash, config: {timeout: 0.2}}\n")
@@ -489,6 +495,7 @@ def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() 
         load_config(None, ["agent.tool_file=t.yaml"])
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: Bench) -> None:
     task = load_task("fix_bookings")
     assert isinstance(task, RepositoryTask)
@@ -511,6 +518,7 @@ async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: B
     assert (played.first.reward.value, played.first.reward.terms["solved"]) == (1.0, 1.0)
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_workspace_of_a_repository_has_a_quota_and_work_too_large_is_told(bench: Bench) -> None:
     task = load_task("fix_bookings")
     played = await bench.play(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -268,6 +269,21 @@ async def test_prose_costs_what_it_costs(desk: Any) -> None:
         reward = await at.score("abc")
 
     assert reward.terms["judged/dollars"] == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "num_asked"), [(None, 2), (0.7, 2), (0.0, 1)])
+async def test_a_judge_that_samples_is_asked_once_more_after_an_unusable_answer(
+    desk: Any, temperature: float | None, num_asked: int
+) -> None:
+    useless = json.dumps({"choices": [{"message": {"content": "I'd say 7."}}], "usage": {"prompt_tokens": 900}})
+    async with desk(temperature=temperature) as at:
+        at.stub.failures.append((200, useless, {}))
+        reward = await at.score("four.")
+
+    assert len(at.stub.bodies) == num_asked
+    assert reward.valid == (num_asked == 2)
+    assert reward.terms["judged/tokens_in"] == (1000.0 if num_asked == 2 else 900.0)
+    assert reward.terms["judged/requests"] == num_asked
 
 
 async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:

@@ -40,7 +40,7 @@ real = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
+async def sandboxes(namespaces: None) -> AsyncIterator[SandboxSource]:
     async with open_pool(SandboxConfig(max_leases=2), "test-repository") as (source, _):
         yield source
 
@@ -318,10 +318,14 @@ def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folde
 
 
 @real
-async def test_a_node_without_namespaces_refuses_scripts_with_absolute_paths(folder: Path) -> None:
+@pytest.mark.parametrize("trusts_script", [False, True])
+async def test_where_code_can_write_no_files_a_repository_is_refused_and_never_worth_nothing(
+    folder: Path, trusts_script: bool
+) -> None:
+    task = trusted(folder) if trusts_script else load_repository(folder, "mine")
     provider = LocalProvider(levels=("ll",))
-    with pytest.raises(SandboxConfigError, match=r"sandboxes \(ll\) have no root folder of their own"):
-        await provider.create(trusted(folder).spec, labels={}, ttl_s=60.0, timeout_s=30.0)
+    with pytest.raises(SandboxConfigError, match=r"write no files in this node's sandboxes \(ll\)"):
+        await provider.create(task.verdict_spec, labels={}, ttl_s=60.0, timeout_s=30.0)
     await provider.close()
 
 

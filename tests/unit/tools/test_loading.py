@@ -31,7 +31,7 @@ DICE = '''
 
 from dataclasses import dataclass
 
-from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+from rayapp.tools.base import ToolBase, ToolConfig, ToolOutput, ToolSchema
 
 
 @dataclass
@@ -39,7 +39,12 @@ class State:
     rolls: int = 0
 
 
+class DiceConfig(ToolConfig):
+    prefix: str = ""
+
+
 class Dice(ToolBase):
+    Config = DiceConfig
     schema = ToolSchema(name="roll", description="Rolls.", parameters={
         "type": "object", "properties": {"sides": {"type": "integer"}}, "required": ["sides"]})
 
@@ -48,7 +53,7 @@ class Dice(ToolBase):
 
     async def execute(self, state, arguments):
         state.rolls += 1
-        return ToolOutput(text=f"{self.config['prefix']}{arguments['sides']}")
+        return ToolOutput(text=f"{self.config.prefix}{arguments['sides']}")
 
     async def reward(self, state):
         return -0.1 * state.rolls
@@ -128,6 +133,15 @@ def test_no_control_token_survives_neutralizing(text: str) -> None:
     tokens = ["<|im_end|>", "<|im_s|>", "<s>"]
 
     assert not any(token in Neutralizer(tokens)(text) for token in tokens)
+
+
+@pytest.mark.parametrize("config", ["{timeot: 5}", "{prefx: d}", "{timeout: -1}", "{timeout: soon}", "{prefix: [d]}"])
+async def test_a_mistake_in_the_config_of_a_users_tool_names_the_key(tmp_path: Path, config: str) -> None:
+    (tmp_path / "dice.py").write_text(DICE)
+    path = tool_file(tmp_path, f"{{class_name: 'dice.py:Dice', config: {config}}}")
+
+    with pytest.raises(ConfigError, match=r"config of tool Dice: .*(timeout|prefix)"):
+        await open_tools(path)
 
 
 async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:

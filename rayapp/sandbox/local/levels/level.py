@@ -33,6 +33,8 @@ class Place:
     writable: bool
     """True if rayapp's code runs, not the candidate's: rayapp's code may write to the home at every level."""
     disk_mib: int
+    image: str = ""
+    """Name of the image's tree that is the root of the file system; empty for a view of this machine's system."""
 
 
 class Level(Protocol):

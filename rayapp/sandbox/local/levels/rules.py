@@ -151,16 +151,24 @@ def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
     }
 
 
-def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
+_OWNERS = ("chown", "lchown", "fchown", "fchownat")
+"""Calls that change a file's owner. In an image all files belong to one user, and installers that run as root expect
+these calls to succeed."""
+
+
+def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: str | None = None) -> bytes:
     """Build the filter of one execution, which is added to that of the zygote.
 
     Args:
         own_pid: process id of the execution if it has no pid namespace; it may then signal only itself, and start
             threads but no processes. None if it has one.
+        is_of_image: True if the root of the file system is an image.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
+    if is_of_image:
+        rules |= {name: no_effect() for name in _OWNERS}
     if own_pid is None:
         # Let a process die that sends itself SIGKILL: the kernel ignores this signal to pid 1 of a namespace.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
