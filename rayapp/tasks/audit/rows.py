@@ -93,7 +93,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
     function, language = tests.function, tests.language
     solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
-    notes = {} if reference else {"solution": "none came with it"}
+    notes = {} if reference else {"solution": "the data has none"}
     if language is not None:
         nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
         return Subject(
@@ -107,7 +107,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             score_share=_share_of(by_share),
             run_tests=partial(_run_tests, problem, tests),
             limit_s=problem.rules.test_timeout_s,
-            notes=notes | {"cheats": f"none are known in {language.name}, nor guesses"},
+            notes=notes | {"cheats": f"none exist for {language.name}, and no trivial answers"},
         )
     return Subject(
         name=name,
