@@ -31,7 +31,7 @@ ROLES = {
     "rollout workers": ("RolloutWorker", "rollout-worker"),
     "server": ("ScriptedServer", "vllm-server"),
     "learner": ("InstantLearner", "learner"),
-    "sandbox pool": ("SandboxPool", "sandbox-pool"),
+    "sandbox pool": ("PoolActor", "sandbox-pool"),
 }
 """Role -> how the titles of its processes begin, while they wait and while they work."""
 GROUPS_PER_SIZE = 10_000

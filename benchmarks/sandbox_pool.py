@@ -144,7 +144,7 @@ async def process_of(pool: SandboxPoolHandle) -> psutil.Process:
     """Return the actor's process: the Ray worker whose title names its class."""
     await pool.stats()
     for process in psutil.Process().children(recursive=True):
-        if "SandboxPool" in " ".join(process.cmdline()):
+        if "PoolActor" in " ".join(process.cmdline()):
             return process
     raise SystemExit("the pool's process is not among this process's children")
 

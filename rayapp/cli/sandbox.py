@@ -1,13 +1,14 @@
-"""`rayapp sandbox`: test this node's isolation, run or time code in a sandbox, end sandboxes left at a provider.
+"""`rayapp sandbox`: test this node's isolation, run or time code, serve sandboxes, end those left at a provider.
 
 doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
 bench    trivial executions                                            median, p99, rate
+serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
-like a run's, so that `reap` finds it if this process is killed. `reap` asks the config's providers, or those whose key
-is in the environment, for the sandboxes of one run (--run) or of every run with this key.
+like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
+every run with this key, at the config's providers, or at those whose key is in the environment.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
+from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import InputError, SandboxConfigError
+from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
@@ -71,7 +76,7 @@ def doctor(
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
-    provider: Annotated[str, typer.Option(help="Where it runs: local, e2b, daytona or mcp")] = "local",
+    provider: Annotated[str, typer.Option(help="Provider of the sandbox: local, e2b, daytona or mcp")] = "local",
     stdin: Annotated[bool, typer.Option("--stdin", help="Pass this command's standard input to the program")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
     package: Annotated[
@@ -110,6 +115,91 @@ def bench(
     print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
 
 
+KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    f"  {KEY_VARIABLE}=secret rayapp sandbox serve\n\n"
+    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --keys-file clients.txt --max-per-client 4\n\n"
+    "  rayapp sandbox serve --no-key          (for verl's reward.sandbox_fusion.url, which sends no key)"
+)
+def serve(
+    config: OptionalConfigFile = None,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the key that clients send")
+    ] = KEY_VARIABLE,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="File of several clients, one NAME KEY a line, in place of one key")
+    ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
+    ] = False,
+    max_per_client: Annotated[
+        int, typer.Option(min=0, help="Sandboxes that one client holds at once; 0: as many as there are")
+    ] = 0,
+    max_memory_mib: Annotated[int, typer.Option(min=64, help="Most memory that a request may ask for")] = 4096,
+    lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
+) -> None:
+    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit.
+
+    Clients are served in turn, so that one with many requests does not delay the others.
+    """
+    from rayapp.sandbox.service.clients import ONLY_CLIENT, read_keys
+
+    sandboxes = loaded_config(config, overrides).sandbox
+    if no_key and keys_file is not None:
+        raise InputError("--no-key and --keys-file exclude each other")
+    key = os.environ.get(api_key_env, "")
+    keys = {} if no_key else read_keys(keys_file) if keys_file is not None else {ONLY_CLIENT: key}
+    if not all(keys.values()):
+        raise ConfigError(
+            f"clients need a key: set {api_key_env} to it, name a file of clients with --keys-file, or pass --no-key"
+        )
+    serving = partial(
+        _serving,
+        sandboxes,
+        keys=keys,
+        host=host,
+        port=port,
+        lease_timeout_s=lease_timeout_s,
+        max_leases_per_client=max_per_client,
+        max_memory_mib=max_memory_mib,
+    )
+    asyncio.run(_serve(serving))
+
+
+def _serving(
+    config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
+) -> AbstractAsyncContextManager[str]:
+    from rayapp.sandbox.service.app import serving
+    from rayapp.tasks.fusion import fusion_routes
+
+    routes = fusion_routes(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
+    return serving(config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings)
+
+
+_ENDPOINTS = """\
+serving at {address}    (Ctrl-C ends it)
+MCP            {address}/mcp
+SandboxFusion  {address}/run_code and {address}/submit
+counts         {address}/health and {address}/metrics"""
+
+
+async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:
+    is_over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, is_over.set)
+    async with serving() as address:
+        print(_ENDPOINTS.format(address=address), flush=True)
+        await is_over.wait()
+    print("stopped; every sandbox is ended")
+
+
 @app.command(
     epilog="Examples:\n\n"
     "  rayapp sandbox reap --dry-run\n\n"
@@ -118,7 +208,7 @@ def bench(
 )
 def reap(
     run: Annotated[
-        str | None, typer.Option(help="Name of the run (run.name); default: every run, living ones too")
+        str | None, typer.Option(help="Name of the run (run.name); default: every run, also live runs")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the sandboxes that would be ended")] = False,
     provider: Annotated[
@@ -133,12 +223,12 @@ def reap(
 
     loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
-        typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
+        typer.confirm("This ends the sandboxes of every run with this key, also of live runs. Continue?", abort=True)
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text as it is, but make control characters visible on a terminal, which would obey them."""
+    """Print text unchanged, but on a terminal make control characters visible, which the terminal would obey."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -146,7 +236,7 @@ def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
     if level not in (known := LEVELS + LOOPBACK_LEVELS):
-        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
+        raise InputError(f"unknown level {level!r}; use one of {', '.join(known)}")
     return (level,)
 
 
@@ -181,7 +271,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
     """End sandboxes: one line each on standard output, failures on standard error.
 
     Returns:
-        0: nothing is left; 1: something may be; 2: a key or an endpoint is wrong.
+        0: no sandbox is left; 1: some may be left; 2: a key or an endpoint is wrong.
     Raises:
         InputError: a provider is unknown.
         SandboxConfigError: there is no provider to ask, or its key or package is missing.
@@ -194,7 +284,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     """Return a sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
-            f"provider {unknown[0]!r} can't list the sandboxes of another process; there are: {', '.join(KINDS)}"
+            f"provider {unknown[0]!r} can't list the sandboxes of another process; use one of {', '.join(KINDS)}"
         )
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
@@ -231,7 +321,7 @@ async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, st
     finally:
         await asyncio.gather(*(provider.close() for provider in providers.values()))
     if not found:
-        print(f"nothing to end at {', '.join(providers)}", file=sys.stderr)
+        print(f"no sandbox to end at {', '.join(providers)}", file=sys.stderr)
     errors = [each.error for each in found if each.error is not None]
     if any(isinstance(error, SandboxConfigError) for error in errors):
         return EXIT_CONFIG
@@ -266,7 +356,7 @@ def choose_provider(
         InputError: the provider doesn't support a given option.
     """
     if kind not in PROVIDERS:
-        raise SandboxConfigError(f"unknown provider {kind!r}; there are: {', '.join(PROVIDERS)}")
+        raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(f"--url is the endpoint of an MCP server; for {kind} name it in a --config")
     if kind == "local":

@@ -51,11 +51,11 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
     config: Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")] = None,
 ) -> None:
-    """Score what a policy would try: an empty answer, guesses, cheats, and the solution many times. Exits with 1 on a
-    finding.
+    """Score the answers that a policy may try (an empty answer, guesses, cheats), and the solution many times. Exits
+    with 1 on a finding.
 
-    A task passes if its solution always earns 1, nothing else earns a reward, and code in the sandbox can't read its
-    oracle.
+    A task passes if its solution always earns 1, no other answer earns a reward, and code in the sandbox can't read the
+    expected values.
     """
     import json
     from dataclasses import asdict

@@ -39,14 +39,14 @@ def fuse(causal_lm: Any, device: torch.device) -> None:
     norms = [module for module in decoder.modules() if _is_norm(module)]
     mlps = [module for module in decoder.modules() if _is_gated(module)]
     for module in (*norms, *mlps):
-        # One compilation for all modules of a class: their parameters are arguments.
+        # One compilation serves all modules of a class, because their parameters are arguments.
         module.forward = MethodType(_compiled(type(module).forward), module)
     rotary = [sys.modules[name] for name in {type(module).__module__ for module in decoder.modules()}]
     rotary = [code for code in rotary if code.__name__.startswith("transformers.") and hasattr(code, ROPE)]
     for code in rotary:
         setattr(code, ROPE, _compiled(getattr(code, ROPE)))
     if not norms and not mlps and not rotary:
-        raise LearnerError(f"learner.compile is true, but {type(causal_lm).__name__} has nothing that it compiles")
+        raise LearnerError(f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile")
     log.info("compiling %d norms, %d MLPs, positions of %d models", len(norms), len(mlps), len(rotary))
 
 

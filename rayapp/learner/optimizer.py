@@ -16,7 +16,7 @@ from rayapp.learner.policy import PolicyModel
 
 
 def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim.AdamW:
-    """Return fused AdamW with weight decay on matrices only: norms and biases must not be pulled to 0."""
+    """Return fused AdamW with weight decay only on matrices, because norms and biases must not be pulled to 0."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
@@ -52,9 +52,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before that.
-
-    If a gradient is not finite, the norm isn't either, and nothing is scaled.
+    """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before scaling.
+    If a gradient is not finite, neither is the norm, and no gradient is scaled.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))

@@ -71,7 +71,8 @@ class DeviceBatch:
     routed_experts: Tensor | None = None
     """(N, layers, k), as in `MicroBatch`."""
     part: OwnTokens | None = None
-    """This rank's part with sequence parallelism: N, M and the targets then cover this part only."""
+    """Part of the micro-batch for this rank, with sequence parallelism: N, M and the targets then cover only this
+    part."""
 
 
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
@@ -121,16 +122,17 @@ class TokenScores(NamedTuple):
 
 
 class PolicyModel(nn.Module):
-    """Transformers model with our head: scores where a response token is predicted, and returns no logits."""
+    """Transformers model with a head that scores only the positions that predict a response token, and returns no
+    logits."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None
-        """Number of leading tokens of its head to use, as another model's vocabulary ends there; None: all."""
+        """Number of leading tokens of the head to use, if another model has a smaller vocabulary; None: all."""
         self.replay: RouterReplay | None = None
-        """Makes its routers choose the engine's experts; None: they choose their own."""
+        """Makes the model's routers choose the engine's experts; None: the routers choose themselves."""
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token of the micro-batch, with the KL to the teacher if one is given."""
@@ -172,7 +174,7 @@ class PolicyModel(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that its head has a logit for."""
+        """Number of tokens for which the head has a logit."""
         return self._output_weight().shape[0]
 
 

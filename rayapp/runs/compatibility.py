@@ -38,7 +38,8 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, but not the training.
+"""Keys and sections that may differ: they change where a run executes, how long, and what it records, but not the
+training.
 
 train.num_steps may differ, too, unless the learning rate depends on it.
 """
@@ -67,7 +68,7 @@ def check_same_training(config: Config, stored: Path) -> None:
     if old := renamed_keys(made_with):
         raise RunFolderError(
             f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
-            f"{next(iter(old.values()))}: go on with that version, or choose another run.name."
+            f"{next(iter(old.values()))}: continue with the older version, or choose another run.name."
         )
     now = dict(_flat(config.model_dump(mode="json")))
     # A key unknown to the run's version had its default value.
@@ -88,7 +89,9 @@ def check_same_training(config: Config, stored: Path) -> None:
             f"run.allow_changed='[{', '.join(refused)}]'."
         )
     for line in changed.values():
-        log.warning("the run resumes with a changed %s. From here on it does not repeat to the last bit.", line)
+        log.warning(
+            "the run resumes with a changed %s. From this step on the run does not repeat to the last bit.", line
+        )
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:
@@ -136,8 +139,8 @@ def check_format_text(text: bytes, where: str) -> None:
         ) from None
     if found > FORMAT:
         raise RunFolderError(
-            f"{where} was written by a newer version ({writer}, format {found}); this one reads format {FORMAT}. "
-            "Nothing was changed: use that version."
+            f"{where} was written by a newer version ({writer}, format {found}); this version reads format {FORMAT}. "
+            "Nothing was changed: use the newer version."
         )
 
 

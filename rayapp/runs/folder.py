@@ -4,8 +4,8 @@
                     trajectories/step=000001.parquet   evaluations/step=000010.parquet
                     checkpoints/step=000010/{learner/, manifest.json}   final/
 
-Everything is written aside and renamed; `checkpoints.py` does so for checkpoints. The driver owns the folder through a
-lock on `run.lock`, which ends with its process.
+Every file is written under a temporary name and renamed; `checkpoints.py` does so for checkpoints. The driver owns the
+folder through a lock on `run.lock`, which ends with its process.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RunFolder:
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
-                "folder, or go on with run.resume=auto."
+                "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
@@ -115,7 +115,7 @@ class RunFolder:
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
                 f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model "
-                "and optimizer a run can't go on from it as if it had not stopped. Choose another run.name, with "
+                "and optimizer a run can't continue exactly from this checkpoint. Choose another run.name, with "
                 "model.path set to its hf_model folder if it has one."
             )
         stored = self.path / "config.yaml"
@@ -128,7 +128,8 @@ class RunFolder:
         checkpoint = self.checkpoints.latest()
         if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
-        # A run that got more steps and died before its export still has the model of its first end there.
+        # If train.num_steps was raised and the run died before its export, `final/` still has the model of its first
+        # end.
         return self.exported_step == checkpoint.version
 
     @property

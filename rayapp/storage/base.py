@@ -3,8 +3,8 @@
     async with open_storage("s3://bucket/run1") as storage:
         await storage.put_file(Path("train.parquet"), "data/train.parquet")
 
-Keys are relative to the opened folder. A write appears whole or not at all. `folders.py` builds folders on top that
-count only once their manifest is there.
+Keys are relative to the opened folder. A written object becomes visible only when it is complete. `folders.py` stores
+folders, which are complete once their manifest exists.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ObjectInfo:
     """Key relative to the opened folder."""
     num_bytes: int
     sha256: str = ""
-    """Hex; empty if the storage doesn't know it: in listings, and for objects written by other programs."""
+    """Hex digest; empty in listings, and for objects written by other programs."""
 
 
 class Storage(Protocol):
-    """A folder, local or remote. Every method may raise a StorageError; see `rayapp.core.errors` for the tree."""
+    """A folder, local or remote. Every method may raise a StorageError; `rayapp.core.errors` lists its kinds."""
 
     @property
     def uri(self) -> str: ...
@@ -77,7 +77,7 @@ class Storage(Protocol):
         ...
 
     async def info(self, key: str) -> ObjectInfo | None:
-        """Return the object's facts; None if there is no object."""
+        """Return the object's size and checksum; None if there is no object."""
         ...
 
     async def exists(self, key: str) -> bool: ...

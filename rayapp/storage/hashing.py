@@ -1,6 +1,6 @@
 """Checksums of files, read in slices in threads: the event loop stays free, and memory use stays constant.
 
-SHA-256 for transfers; XXH3 for files on disk, tens of GB at a time, where it guards against damage, not forgery.
+SHA-256 for transfers; XXH3 for tens of GB of files on disk, where it must find damage, not forgery.
 """
 
 from __future__ import annotations

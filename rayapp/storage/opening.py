@@ -1,5 +1,5 @@
-"""`open_storage`: the one way to a Storage. It opens `LocalStorage`, a folder on this machine or on a mounted network
-file system, or `S3Storage`.
+"""Opens a storage by its URI; every storage is opened with `open_storage`. It opens `LocalStorage`, a folder on this
+machine or on a mounted network file system, or `S3Storage`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from rayapp.sandbox.local.canary import Canary
 from rayapp.sandbox.local.doctor import Attack, load_attacks, try_attack
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
+from support.levels import EACH_LEVEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -71,7 +72,7 @@ asyncio.run(main())
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*LEVELS, LOOPBACK_LEVELS[0], REST))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*EACH_LEVEL, LOOPBACK_LEVELS[0], REST))
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
     """One sandbox for all programs: what one of them breaks, the next one finds broken."""
     provider = LocalProvider(levels=(request.param,))

@@ -39,7 +39,7 @@ GPUS = {
 }
 """H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB and RTX 4090 24 GB."""
 NODE_GPUS, NODE_LINK_GB_S = 8, 50.0
-"""GPUs of a node, and each GPU's bandwidth to other nodes in GB/s: 400 Gbit/s."""
+"""Number of GPUs of a node; each GPU's bandwidth to other nodes in GB/s (400 Gbit/s)."""
 
 
 def gpu_called(name: str) -> Gpu:
@@ -54,10 +54,8 @@ def gpu_called(name: str) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """Return the kind of this machine's first GPU; None without a GPU.
-
-    Raises:
-        InputError: there are no figures of this kind.
+    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no figures of
+    this kind.
     """
     import torch
 

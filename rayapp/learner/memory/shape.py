@@ -30,13 +30,13 @@ class ModelShape:
     head_size: int
     vocabulary: int
     norms_heads: bool = False
-    """Whether queries and keys are normed, as in Qwen3."""
+    """True if queries and keys are normed, as in Qwen3."""
     num_idle_parameters: int = 0
     """Parameters of experts that a token is not sent to, summed over layers."""
     num_adapter_parameters: int = 0
     """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
     adapter_rank_sum: int = 0
-    """Sum of the ranks of all adapters of one layer: how many numbers they keep of a token."""
+    """Sum of the ranks of all adapters of one layer: the number of values that the adapters keep for each token."""
     teacher: ModelShape | None = None
     """Shape of the model that the policy distils from, if there is one."""
 

@@ -1,4 +1,5 @@
-"""Simulates one step of a learner of any size, without a GPU or the memory, to measure what it would allocate.
+"""Simulates one step of a learner of any size, without a GPU or its memory, to measure the bytes that it would
+allocate.
 
 `rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
 learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
@@ -57,7 +58,7 @@ class SimulatedLearner:
     """Peak of each part of a micro-batch that is not the first of its step. Clipping and AdamW are fused and need no
     working memory."""
     host: int
-    """Part of the above that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
+    """Part of these bytes that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
 
     @property
     def peak(self) -> int:

@@ -75,7 +75,7 @@ class Uploader:
         """Return the bytes still to be sent, by key; a folder is one key, and so is stored data still to be deleted."""
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
         if self.cut_after is not None:
-            files[f"what is there of steps after {self.cut_after}, to be deleted"] = 0
+            files[f"files of steps after {self.cut_after}, to be deleted"] = 0
         for path in self._unsent_checkpoints():
             files[f"{CHECKPOINTS}/{path.name}"] = (folder_stamp(path) or (0, 0))[0]
         final = folder_stamp(self._folder / FINAL)

@@ -3,10 +3,10 @@
 Every object carries its SHA-256 in its metadata; reads verify the SHA-256, writes the length. At most `num_parallel`
 parts are in memory.
 
-Downloads fetch parallel ranges of one version into a temporary file, verify it and rename it. The hash follows behind
-the finished ranges while later ones are still in transfer, reading back the written bytes.
+Downloads fetch parallel ranges of one version into a temporary file, verify it and rename it. The SHA-256 is computed
+from the finished ranges on disk while later ranges are still in transfer.
 
-`s3_client` makes the aioboto3 client that all of it talks through, configured from `S3Settings`.
+`s3_client` makes the aioboto3 client for all requests, configured from `S3Settings`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _client_config(settings: S3Settings) -> Any:
         s3={"addressing_style": settings.addressing_style, "payload_signing_enabled": False},
         request_checksum_calculation=settings.checksums,
         response_checksum_validation=settings.checksums,
-        # One attempt here: `with_retries` does the rest. Two layers would multiply, and only ours knows the deadline.
+        # One attempt, because `with_retries` repeats requests, within its deadline. Two retry layers would multiply the
+        # attempts.
         retries={"total_max_attempts": 1},
         connect_timeout=transfer.connect_timeout_s,
         read_timeout=transfer.read_timeout_s,
@@ -110,7 +111,7 @@ _CHUNK_BYTES = 1 << 18
 _WRITE_BYTES = 1 << 20
 """Bytes per write: large enough for few calls, small enough to stay in the processor's cache."""
 _MAX_VECTORS = 1024
-"""Most buffers that one call of pwritev takes (IOV_MAX of Linux)."""
+"""Maximum number of buffers for one call of pwritev (IOV_MAX of Linux)."""
 
 
 async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
@@ -180,7 +181,7 @@ async def _fetch_range(
         async with (body := answer["Body"]):
             num_bytes = await _pour(body, target, start)
         if num_bytes != end - start:
-            raise StorageUnreachableError(f"{location}: {num_bytes} bytes of {end - start} came")
+            raise StorageUnreachableError(f"{location}: {num_bytes} of {end - start} bytes arrived")
 
     async with storage.slots:
         await storage.retried(location, read)

@@ -152,7 +152,8 @@ class Judge:
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        section = self.section
+        """Ask, and once more after an unusable answer; at temperature 0 a second answer would be the same."""
+        section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
             form = {"name": "judgement", "strict": True, "schema": schema}
@@ -160,7 +161,17 @@ class Judge:
             body["response_format"] = {"type": section.response_format, **with_schema}
         if section.temperature is not None:
             body["temperature"] = section.temperature
-        found = await self._client.post(f"{section.base_url}/chat/completions", body)
+        for is_last in (True,) if section.temperature == 0 else (False, True):
+            try:
+                found = await self._client.post(f"{section.base_url}/chat/completions", body)
+                paid += self._bill(found)
+                return Judgement(answer=self._read_choice(found, schema), bill=paid)
+            except RewardFailedError as error:
+                if is_last or error.kind != "judge_answer":
+                    raise JudgeFailedError(str(error), error.kind, paid) from None
+        raise AssertionError("the last try returns or raises")
+
+    def _read_choice(self, found: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
         try:
             choice = found["choices"][0]
             text = _text(choice["message"]["content"]) or choice["message"].get("refusal") or ""
@@ -169,11 +180,10 @@ class Judge:
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._failed(f"no chat completion: {_short(found)}") from None
         try:
-            answer = read_answer(text, schema)
+            return read_answer(text, schema)
         except RewardFailedError as error:
-            cut = f" (cut at max_tokens = {section.max_tokens})" if choice.get("finish_reason") == "length" else ""
-            raise JudgeFailedError(f"judge {section.name} {error}{cut}", error.kind, self._bill(found)) from None
-        return Judgement(answer=answer, bill=self._bill(found))
+            cut = f" (cut at max_tokens = {self.section.max_tokens})" if choice.get("finish_reason") == "length" else ""
+            raise RewardFailedError(f"judge {self.section.name} {error}{cut}", error.kind) from None
 
     async def _classified(self, asked: Asked) -> Judgement:
         section = self.section

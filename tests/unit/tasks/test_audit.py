@@ -82,7 +82,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"tests": ("0",), "reference": "0"}, "trivial: `return x` is worth 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in its sandbox"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
         ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests, the slowest test 1, 4"),
     ],
@@ -91,7 +91,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
 async def test_a_faulty_task_is_told_with_its_fault(sandboxes: SandboxSource, changes: Any, said: str) -> None:
     found = await of_task(sandboxes, runs=2, **changes)
 
-    assert any(line.startswith(said) for line in found.said), found.said
+    assert any(said in line for line in found.said), found.said
 
 
 async def test_a_flaky_task_is_told_with_the_test_that_fails_now_and_then(sandboxes: SandboxSource) -> None:
@@ -226,7 +226,7 @@ async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sand
         "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
     ]
     assert right.said == []
-    assert "nothing to hold it against" in (await of_task(sandboxes)).reports[0].notes["reference"]
+    assert "not checked: there is no demonstration" in (await of_task(sandboxes)).reports[0].notes["reference"]
     assert "reference" not in right.reports[0].notes
 
 

@@ -5,22 +5,17 @@ the code are data in the answer; a failed sandbox is an error of the protocol, w
 
 run_code, run_code_once: {logs: {stdout, stderr}, results: [{text, is_main_result}], error?, sandbox_id, …}
 run_command:             {stdout, stderr, exit_code, sandbox_id, error?}
-
-`Sessions` assigns a sandbox to each MCP session. It is leased at the session's first call and given back when the
-client ends the session, when its time to live is over, or when the server stops.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
-import logging
 import re
 import shlex
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from mcp import MCPError
@@ -29,108 +24,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxUnavailableError
-from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import ExecOutcome, ExecResult, SandboxSpec, StopCause
-
-log = logging.getLogger(__name__)
-_MAX_REMEMBERED = 10_000
-"""Sessions known at once, including ended ones: clients that vanish never end their session."""
-
-
-@dataclass(slots=True)
-class _Bound:
-    """A session's sandbox."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lease: SandboxLease | None = None
-    sandbox: Sandbox | None = None
-    is_over: bool = False
-    expiry: asyncio.TimerHandle | None = None
-    num_executions: int = 0
-
-
-class Sessions:
-    """The sessions of one server and their sandboxes.
-
-    Args:
-        sandboxes: source of the leases.
-        lease_timeout_s: longest wait for a sandbox.
-    """
-
-    def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
-        self._sandboxes = sandboxes
-        self._lease_timeout_s = lease_timeout_s
-        self._bound: dict[str, _Bound] = {}
-        self._ending: set[asyncio.Task[None]] = set()
-
-    @property
-    def num_bound(self) -> int:
-        return sum(bound.sandbox is not None for bound in self._bound.values())
-
-    def once(self, spec: SandboxSpec) -> SandboxLease:
-        """Lease a sandbox for one execution."""
-        return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
-
-    async def sandbox(self, session_id: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
-        """Return the session's sandbox.
-
-        Raises:
-            SandboxGoneError: it has ended; the session gets no new one, which would lack the session's names.
-            SandboxError: no sandbox is available.
-        """
-        if len(self._bound) > _MAX_REMEMBERED:
-            self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
-        bound = self._bound.setdefault(session_id, _Bound())
-        async with bound.lock:
-            if bound.is_over:
-                raise SandboxGoneError(f"the sandbox of session {session_id[:8]} was not found: it has ended")
-            if bound.sandbox is None:
-                lease = self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
-                bound.sandbox = await lease.__aenter__()
-                bound.lease = lease
-                bound.expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, session_id)
-            return bound.sandbox
-
-    def count(self, session_id: str) -> int:
-        """Number of this execution in its session, from 1."""
-        bound = self._bound[session_id]
-        bound.num_executions += 1
-        return bound.num_executions
-
-    async def end(self, session_id: str) -> None:
-        """Give the session's sandbox back: the client has ended the session. Idempotent."""
-        bound = self._bound.pop(session_id, None)
-        if bound is not None:
-            await self._give_back(bound)
-
-    async def lose(self, session_id: str) -> None:
-        """Give up the session's sandbox, which is dead or expired: later calls fail with SandboxGoneError."""
-        bound = self._bound.get(session_id)
-        if bound is not None:
-            await self._give_back(bound)
-
-    async def close(self) -> None:
-        """Give every sandbox back."""
-        await asyncio.gather(*(self.end(session_id) for session_id in tuple(self._bound)))
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=10.0)
-
-    def _expire(self, session_id: str) -> None:
-        task = asyncio.create_task(self.lose(session_id), name=f"end of session {session_id}")
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-
-    async def _give_back(self, bound: _Bound) -> None:
-        bound.is_over = True
-        lease, bound.lease, bound.sandbox = bound.lease, None, None
-        if bound.expiry is not None:
-            bound.expiry.cancel()
-        if lease is not None:
-            try:
-                await asyncio.shield(lease.__aexit__(None, None, None))
-            except Exception as error:  # boundary: if giving it back fails, the pool ends the sandbox
-                log.warning("a session's sandbox was not given back: %s", error)
-
+from rayapp.sandbox.service.clients import CLIENT_HEADER, ONLY_CLIENT
+from rayapp.sandbox.service.sessions import SessionId, Sessions
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_SHOWN_CODE_CHARS = 64_000
@@ -241,20 +137,20 @@ class SandboxTools:
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(asked, session_id := _session_id(ctx)):
-            sandbox = await self._sessions.sandbox(session_id, asked.spec, ttl_s=asked.ttl_s)
+        async with self._failures(session := _session(ctx, asked.client)):
+            sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             result = await sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, stateful=True, max_output_bytes=self._limits.max_output_bytes
             )
         _check_time(result, asked.timeout_s)
-        return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session_id)}
+        return {**code_answer(result, sandbox.id, mark), "execution_count": self._sessions.count(session)}
 
     async def run_code_once(self, code: Code, ctx: _Context, language: Language = "python") -> dict[str, Any]:
         """Run code in a new sandbox that ends with it, and return what it printed."""
         _check_language(language)
         asked = self._asked(ctx)
         shown, mark = with_last_value(code)
-        async with self._failures(asked, ""), self._sessions.once(asked.spec) as sandbox:
+        async with self._failures(None), self._sessions.once(asked.client, asked.spec) as sandbox:
             result = await sandbox.run_code(
                 shown, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
             )
@@ -271,8 +167,8 @@ class SandboxTools:
         """Run a shell command in this session's sandbox."""
         asked = self._asked(ctx)
         argv = ["/bin/sh", "-c", _shell_text(cmd, envs or {}, cwd)]
-        async with self._failures(asked, session_id := _session_id(ctx)):
-            sandbox = await self._sessions.sandbox(session_id, asked.spec, ttl_s=asked.ttl_s)
+        async with self._failures(session := _session(ctx, asked.client)):
+            sandbox = await self._sessions.sandbox(session, asked.spec, ttl_s=asked.ttl_s)
             result = await sandbox.run_command(
                 argv, timeout_s=asked.timeout_s, max_output_bytes=self._limits.max_output_bytes
             )
@@ -285,20 +181,22 @@ class SandboxTools:
         timeout_s = _seconds(headers, "x-execution-timeout", limits.execution_timeout_s, limits.max_execution_timeout_s)
         ttl_s = _seconds(headers, "x-sandbox-ttl", limits.sandbox_ttl_s, limits.max_sandbox_ttl_s)
         template = headers.get("x-template", "") if limits.passes_templates else ""
-        return _CallHeaders(timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
+        client = headers.get(CLIENT_HEADER, ONLY_CLIENT)
+        return _CallHeaders(client=client, timeout_s=timeout_s, ttl_s=ttl_s, spec=SandboxSpec(template=template))
 
     @asynccontextmanager
-    async def _failures(self, asked: _CallHeaders, session_id: str) -> AsyncIterator[None]:
+    async def _failures(self, session: SessionId | None) -> AsyncIterator[None]:
         """Raise sandbox failures as errors of the protocol."""
         try:
             yield
         except SandboxGoneError as error:
-            if not session_id:
+            if session is None:
                 raise MCPError(EXECUTION_FAILED, f"the sandbox died: {error}") from error
-            await self._sessions.lose(session_id)
+            await self._sessions.lose(session)
             raise ToolError(f"sandbox not found: {error}") from error
         except SandboxDeadlineError as error:
-            await self._sessions.lose(session_id)
+            if session is not None:
+                await self._sessions.lose(session)
             raise MCPError(TIMED_OUT, f"no answer from the sandbox: {error}") from error
         except SandboxUnavailableError as error:
             raise MCPError(CREATE_FAILED, f"no sandbox is available: {error}") from error
@@ -310,6 +208,7 @@ class SandboxTools:
 class _CallHeaders:
     """Sandbox and limits that a call's headers ask for."""
 
+    client: str
     timeout_s: float
     ttl_s: float
     spec: SandboxSpec
@@ -326,11 +225,11 @@ def _seconds(headers: Mapping[str, str], name: str, default: float, most: float)
     return min(value, most)
 
 
-def _session_id(ctx: _Context) -> str:
-    session_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
-    if not session_id:
+def _session(ctx: _Context, client: str) -> SessionId:
+    mcp_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
+    if not mcp_id:
         raise ToolError("this tool needs an MCP session, and the client keeps none; use run_code_once")
-    return session_id
+    return SessionId(client, mcp_id)
 
 
 def _check_language(language: str) -> None:
