@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 
 
@@ -22,6 +23,7 @@ class _Call:
     request_id: RequestId
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    on_tokens: OnTokens | None
     answer: asyncio.Future[Completion]
 
 
@@ -40,15 +42,22 @@ class GroupCalls:
         self._waiting: list[_Call] = []
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """Sample one completion.
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`.
 
         Raises:
             DeadlineError: the server did not answer in time.
             EngineError: the server is gone, or refuses the request.
         """
         loop = asyncio.get_running_loop()
-        call = _Call(request_id, prompt_ids, sampling, loop.create_future())
+        sampling = replace(sampling, is_streamed=on_tokens is not None)
+        call = _Call(request_id, prompt_ids, sampling, on_tokens, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) == 1:
             # Send after all tasks that are ready now, so that the group's other trajectories join this call.
@@ -71,7 +80,10 @@ class GroupCalls:
         try:
             async for batch in self._server.generate_many([self._request(call) for call in calls]):
                 for position, outcome in batch:
-                    _settle(calls[position], outcome)
+                    if isinstance(outcome, Completion | Exception):
+                        _settle(calls[position], outcome)
+                    else:
+                        _tell(calls[position], outcome)
         except RayappError as error:
             for call in calls:
                 _settle(call, error)
@@ -82,6 +94,11 @@ class GroupCalls:
         # Only first turns start as a cohort: later turns start when their tools are done, without waiting.
         cohort_size = self._cohort_size if call.request_id.is_first_turn else 1
         return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
+
+
+def _tell(call: _Call, token_ids: Sequence[int]) -> None:
+    if call.on_tokens is not None and not call.answer.done():
+        call.on_tokens(token_ids)
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:

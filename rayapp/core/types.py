@@ -70,8 +70,14 @@ class SamplingParams:
     """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
     num_routed: int = 0
     """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
-    json_schema: str = ""
-    """JSON schema that the completion must follow; empty: none. Only for completions that are not trained on."""
+    structured_outputs: Mapping[str, Any] = field(default_factory=dict)
+    """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
+    is_streamed: bool = False
+    """Report tokens while the completion is sampled."""
+    num_top_log_probs: int = 0
+    """Number of likeliest tokens to return at each sampled token; see `Completion.top_log_probs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,10 @@ class Completion:
     routed_experts: ExpertArray | None = None
     """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
     `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
+    top_ids: Int32Array | None = None
+    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None: not wanted."""
+    top_log_probs: FloatArray | None = None
+    """(T, k) their log-probs, largest first."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rayapp.core.protocols import RolloutEngine
+from rayapp.core.protocols import OnTokens, RolloutEngine
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
 
@@ -67,8 +67,14 @@ class AnyServer:
         self._engines = engines
         self._router = Router(len(engines), is_up=is_up)
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         """See `RolloutEngine`."""
         with self._router.placed(_ALONE) as placed:
             assert placed.server is not None
-            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling)
+            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)

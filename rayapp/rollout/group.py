@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.core.protocols import RolloutEngine, SandboxSource
+from rayapp.core.protocols import OnTokens, RolloutEngine, SandboxSource
 from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
     Completion,
@@ -206,11 +206,18 @@ class _CohortPlace:
         self._prompt = prompt
         self._is_taken = False
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`."""
         if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
-        return await self._engine.generate(request_id, prompt_ids, sampling)
+        return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
     async def fill(self) -> None:
         """Sample one token and drop it, unless the trajectory has sent its first request."""

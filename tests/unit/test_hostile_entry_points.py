@@ -140,6 +140,30 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
+PROMPTS = (
+    *JSON_BOMBS,
+    body(prompt="word " * 800_000),
+    body(prompt=[1] * 400_000),
+    body(prompt=[[1]] * 60_000),
+    body(prompt=[1 << 62, -1]),
+    body(prompt=["x" * 100_000] * 30, n=1 << 40),
+    body(prompt="\ud800" * 30_000, logprobs=1 << 40),
+)
+FIELDS = tuple(
+    saying("hi", prompt="hi", **fields)
+    for fields in (
+        {"logit_bias": {str(i): 1 for i in range(90_000)}},
+        {"logit_bias": {"1" * 5000: 1}, "stop_token_ids": [1 << 70]},
+        {"bad_words": ["x"] * 90_000, "allowed_token_ids": [1] * 90_000},
+        {"structured_outputs": {"json": DEEP, "regex": "(a*)*" * 50_000}},
+        {"structured_outputs": {"regex": "(((a{999}){999}){999})" * 10_000}},
+        {"structured_outputs": {"json": DEEP}, "response_format": {"type": "json_schema", "json_schema": DEEP}},
+        {"chat_template_kwargs": {f"x{i}": "y" * 999 for i in range(50_000)}},
+        {"chat_template_kwargs": {"messages": [], "tools": "x"}, "reasoning_effort": "x" * 900_000},
+        {"logprobs": True, "top_logprobs": 20, "max_tokens": 1 << 60, "min_tokens": 1 << 60},
+        {"temperature": float("nan"), "min_p": 1e308, "seed": 1 << 200},
+    )
+)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -149,6 +173,7 @@ QUERIES = (
 BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "gateway": {
         "/{session}/v1/chat/completions": MESSAGES,
+        "/{session}/v1/completions": PROMPTS,
         "/{session}/v1/responses": INPUTS,
         "/{session}/v1/messages": MESSAGES,
         "/{session}/v1/messages/count_tokens": MESSAGES[6:9],
@@ -156,7 +181,8 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/{session}/v1/models/{model}": QUERIES,
     },
     "serve": {
-        "/v1/chat/completions": MESSAGES,
+        "/v1/chat/completions": (*MESSAGES, *FIELDS),
+        "/v1/completions": (*PROMPTS[6:], *FIELDS),
         "/v1/responses": INPUTS[6:],
         "/v1/messages": MESSAGES[6:],
         "/v1/messages/count_tokens": MESSAGES[6:9],
@@ -254,13 +280,13 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 @asynccontextmanager
 async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), "k")
+    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), ["k"])
     opened = open_to_all(
         formats(tokenizer),
         AnyServer([engine(tokenizer)]),
         model="m",
         sampling=SamplingParams(max_tokens=32_768),
-        key="k",
+        keys=["k"],
         sockets=bound("127.0.0.1", 0),
     )
     async with opened as url:

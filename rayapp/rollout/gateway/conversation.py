@@ -13,14 +13,17 @@ import math
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, Literal
 
 from rayapp.core.types import FinishReason
 from rayapp.tools.base import ToolSchema
 
+_PER_MESSAGE = 500
+"""Bytes of a kept message besides its texts, about."""
 Key = tuple[object, ...]
 """Value that is equal for equal messages."""
 
@@ -70,11 +73,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """JSON form that the answer must have, for sessions that are not trained on."""
+    """Form that the answer must have."""
 
     field: str
     """Field of the request that asks for it."""
-    schema: Mapping[str, Any]
+    structured: Mapping[str, Any]
+    """Value of `SamplingParams.structured_outputs`."""
     is_calls: bool = False
     """True if the form is a list of calls, each with name and arguments."""
     problem: str = ""
@@ -85,7 +89,9 @@ class Form:
 class Ask:
     """One call of an API."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[Said, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Prompts to continue as they are, as text or token ids, instead of messages (completions only)."""
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
     """Repeated in the reply: there is only one policy."""
@@ -94,7 +100,13 @@ class Ask:
     """Limit of each choice; None: as many as the session has left."""
     stop: tuple[str, ...] = ()
     distribution: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling settings by the names of `SamplingParams`, for sessions that are not trained on."""
+    """temperature, top_p, top_k and seed as given; not followed in sessions that are trained on."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other sampling settings by vLLM's names; refused in sessions that are trained on."""
+    num_top_log_probs: int | None = None
+    """Return the log-prob of each token, and of so many of the likeliest tokens; None: no log-probs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template. Those that the template doesn't read have no effect."""
     form: Form | None = None
     reads_calls: bool = True
     """If False, text that looks like a call stays text."""
@@ -117,6 +129,16 @@ class Ask:
     """A later call may continue from its reply by id (Responses only)."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """A sampled token with its log-prob, and the likeliest tokens in its place."""
+
+    token: str
+    log_prob: float
+    top: tuple[tuple[str, float], ...] = ()
+    """(token, log-prob), likeliest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One completion as an API represents it."""
@@ -129,6 +151,8 @@ class Choice:
     is_stopped_by: str = ""
     """Stop text that ended it; empty if none did."""
     num_tokens: int = 0
+    log_probs: tuple[TokenLogProb, ...] = ()
+    """One for each sampled token, if the call asked for them."""
 
     @property
     def said(self) -> Said:
@@ -136,16 +160,26 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Answer to an `Ask`."""
+class Begun:
+    """The part of an answer that is known when its prompt is read."""
 
-    choices: tuple[Choice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
     """Tokens of the prompt that the session has already sent."""
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Begun):
+    """Answer to an `Ask`."""
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def of(cls, begun: Begun, choices: tuple[Choice, ...]) -> Reply:
+        return cls(choices=choices, **{each.name: getattr(begun, each.name) for each in fields(begun)})
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +210,32 @@ class Found:
     """Turn that it continues from. None although `after` is set: the same prompt was sent before."""
     num_messages: int = 0
     """Number of messages that are recorded already."""
+
+
+class Replies:
+    """The latest conversations, each up to a reply, by the reply's id.
+
+    Args:
+        max_chars: most characters of all together; the oldest are dropped. A conversation counts with each of its
+            replies.
+    """
+
+    def __init__(self, max_chars: int = 64 << 20) -> None:
+        self._max_chars = max_chars
+        self._kept: OrderedDict[str, tuple[tuple[Said, ...], int]] = OrderedDict()
+        self._num_chars = 0
+
+    def add(self, reply_id: str, messages: tuple[Said, ...]) -> None:
+        size = sum(_PER_MESSAGE + len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
+        self._kept[reply_id] = messages, size
+        self._num_chars += size
+        while self._num_chars > self._max_chars:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._num_chars -= dropped
+
+    def get(self, reply_id: str) -> tuple[Said, ...] | None:
+        """Return the messages up to a reply; None if it isn't kept."""
+        return self._kept[reply_id][0] if reply_id in self._kept else None
 
 
 class Conversations:

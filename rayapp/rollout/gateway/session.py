@@ -18,17 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from rayapp.core.aio import side_by_side
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
-from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.gateway.conversation import (
     Ask,
+    Begun,
     Choice,
     Conversations,
     Found,
     RefusedError,
+    Replies,
     Reply,
     Said,
     ToolCall,
@@ -36,6 +39,7 @@ from rayapp.rollout.gateway.conversation import (
     not_in_training,
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
+from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
@@ -105,6 +109,7 @@ class _Turn:
     prompt_end: int
     end: int
     """Index of its last token."""
+    completion: Completion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,14 +132,14 @@ class Session:
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
     """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
+    replies: Replies = field(default_factory=Replies)
+    """Conversations that calls may continue by a reply's id (Responses)."""
     only_model: str = ""
     """If set, record only calls that name this model; other calls are answered without taking turns. Empty: record
     all."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Fails if the engine does."""
     _conversations: Conversations = field(default_factory=Conversations)
-    _replies: dict[str, tuple[Said, ...]] = field(default_factory=dict)
-    """Conversation up to each reply, by the reply's id, for calls that continue from it (Responses)."""
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
@@ -157,16 +162,18 @@ class Session:
             raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
         return await self._beside(len(body), lambda: read(body))
 
-    async def ask(self, ask: Ask) -> Reply:
+    async def ask(self, ask: Ask, live: Live | None = None) -> Reply:
         """Return the policy's reply.
 
+        Args:
+            live: gets the pieces of the reply while it is sampled.
         Raises:
             RefusedError: the call is refused, or the engine failed.
         """
         if self._is_side(ask):
-            return await self._asked_aside(ask)
+            return await self._asked_aside(ask, live)
         try:
-            reply = await self._asked(ask)
+            reply = await self._asked(ask, live)
         except RefusedError as refused:
             if refused.kind in ("turns", "tokens"):
                 self.limit = refused.kind
@@ -178,7 +185,7 @@ class Session:
     def _is_side(self, ask: Ask) -> bool:
         return self.only_model not in ("", ask.model)
 
-    async def _asked_aside(self, ask: Ask) -> Reply:
+    async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
         """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
         self._check_open()
         self._num_sides += ask.num_choices
@@ -191,7 +198,7 @@ class Session:
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
         try:
-            return await side.ask(ask)
+            return await side.ask(ask, live)
         finally:
             self._sides.remove(side)
             if side.trouble.done() and (error := side.trouble.exception()) is not None:
@@ -203,21 +210,30 @@ class Session:
             formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id
         )
 
-    async def _asked(self, ask: Ask) -> Reply:
+    async def _asked(self, ask: Ask, live: Live | None) -> Reply:
         messages = self._messages(ask)
         self._check(ask, messages)
-        wanted = await self._wanted(ask, messages)
-        num_cached = len(wanted.prompt_ids) - self.tree.num_new(wanted.after, wanted.read_ids)
-        choices = await self._sampled(ask, messages, wanted)
-        reply = Reply(
-            choices=choices,
-            num_prompt_tokens=len(wanted.prompt_ids),
-            num_cached_tokens=num_cached,
-            model=ask.model,
+        wanted = await self._prompts(ask) if ask.prompts else [await self._wanted(ask, messages)]
+        num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
+        num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
+        begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
+        if live is not None:
+            live.begun = begun
+        sampled = await side_by_side(
+            self._sampled(ask, messages, each, live, i * ask.num_choices) for i, each in enumerate(wanted)
         )
+        reply = Reply.of(begun, tuple(choice for choices in sampled for choice in choices))
         if ask.may_be_named:
-            self._replies[reply.id] = (*messages, choices[0].said)
+            self.replies.add(reply.id, (*messages, reply.choices[0].said))
         return reply
+
+    async def _prompts(self, ask: Ask) -> list[_Wanted]:
+        """Return the prompts of a call that brings them as text or token ids."""
+        num_chars = sum(map(len, ask.prompts))
+        if num_chars > self.limits.max_chars:
+            raise self._too_long(f"the prompts have {num_chars} characters")
+        read = await self._beside(num_chars, lambda: [self.formats.ids_of(prompt) for prompt in ask.prompts])
+        return [_Wanted(format=self.formats.plain, after=-1, read_ids=ids, prompt_ids=ids) for ids in read]
 
     async def count(self, ask: Ask) -> int:
         """Return the number of tokens of the prompt that a call would have."""
@@ -262,12 +278,12 @@ class Session:
     def _messages(self, ask: Ask) -> tuple[Said, ...]:
         if not ask.previous:
             return in_order(ask.messages)
-        before = self._replies.get(ask.previous)
+        before = self.replies.get(ask.previous)
         if before is None:
-            why = (
-                "each call stands for itself here" if self.follows_requests else "this session has given no such reply"
+            raise RefusedError(
+                "invalid",
+                f"previous_response_id {ask.previous!r:.60}: there is no such reply here. Send the whole input",
             )
-            raise RefusedError("invalid", f"previous_response_id {ask.previous!r:.60}: {why}. Send the whole input")
         # Instructions belong to one call: those of the previous call are not continued.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
@@ -275,10 +291,12 @@ class Session:
 
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()
-        if not messages or messages[-1].role == "assistant":
+        if not ask.prompts and (not messages or messages[-1].role == "assistant"):
             raise RefusedError("invalid", "the last message must be the user's or a tool's: the policy speaks next")
-        if not 1 <= ask.num_choices <= MOST_CHOICES:
-            raise RefusedError("invalid", f"n is {ask.num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
+            raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if ask.options and not self.follows_requests:
+            raise RefusedError("invalid", not_in_training(next(iter(ask.options))))
         if ask.form is not None and not self.follows_requests:
             raise RefusedError("invalid", not_in_training(ask.form.field))
         if ask.form is not None and ask.form.problem:
@@ -326,19 +344,23 @@ class Session:
         """Return the characters of the messages. Raises RefusedError: no template can make them fit."""
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
-            raise RefusedError(
-                "tokens",
-                f"the prompt has {len(messages)} messages and {num_chars} characters: its maximum context length, "
-                f"{self.limits.max_tokens} tokens (rollout.max_prompt_tokens + rollout.max_completion_tokens), is "
-                "exceeded",
-            )
+            raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
         return num_chars + 64 * len(messages)
 
+    def _too_long(self, what: str) -> RefusedError:
+        return RefusedError(
+            "tokens",
+            f"{what}: its maximum context length, {self.limits.max_tokens} tokens (rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens), is exceeded",
+        )
+
     async def _format(self, ask: Ask) -> Format:
-        chat_format = await self.formats.with_tools(ask.tools)
+        chat_format = await self.formats.of_call(ask.tools, ask.variables)
         self._tool_sets.add(chat_format.key)
         if len(self._tool_sets) > _MAX_TOOL_SETS:
-            raise RefusedError("invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools")
+            raise RefusedError(
+                "invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools and variables"
+            )
         return chat_format
 
     def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
@@ -351,26 +373,36 @@ class Session:
         calls = [replace(call, output=output) for call, output in zip(turn.calls, outputs, strict=False)]
         self.tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
 
-    async def _sampled(self, ask: Ask, messages: Sequence[Said], wanted: _Wanted) -> tuple[Choice, ...]:
+    async def _sampled(
+        self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None, first: int
+    ) -> tuple[Choice, ...]:
+        """Sample the choices after one prompt; `first` is the number of the first of them."""
         left = self._left(wanted)
         sampling = replace(
             self.sampling,
             max_tokens=min(self.sampling.max_tokens, left, ask.max_tokens or left),
             stop=(*self.sampling.stop, *ask.stop),
             **(ask.distribution if self.follows_requests else {}),
-            json_schema=json.dumps(ask.form.schema) if ask.form is not None else "",
+            options=ask.options,
+            structured_outputs=ask.form.structured if ask.form is not None else {},
+            num_top_log_probs=ask.num_top_log_probs or 0,
         )
-        choices = list[Choice]()
-        for turn in await self._turns(wanted, sampling, ask.num_choices):
-            choice = await self._choice(ask, wanted.format, turn)
-            self._conversations.record(
-                wanted.format.key,
-                messages,
-                prompt_end=turn.prompt_end,
-                reply=choice.said,
-                turn=turn.number,
-                end=turn.end,
-            )
+        choices, splitters = list[Choice](), list[Splitter]()
+        if live is not None:
+            is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
+            splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
+        listeners = [] if live is None else [live.listener(first + i, each) for i, each in enumerate(splitters)]
+        for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
+            choice = await self._choice(ask, wanted.format, turn, splitters[i].text_start if splitters else None)
+            if messages:
+                self._conversations.record(
+                    wanted.format.key,
+                    messages,
+                    prompt_end=turn.prompt_end,
+                    reply=choice.said,
+                    turn=turn.number,
+                    end=turn.end,
+                )
             choices.append(choice)
         return tuple(choices)
 
@@ -387,10 +419,15 @@ class Session:
             )
         return left
 
-    async def _turns(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> list[_Turn]:
+    async def _turns(
+        self, wanted: _Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
+    ) -> list[_Turn]:
         """Sample and record this number of turns after one prompt."""
         numbers = self._take_turns(number)
-        tasks = [asyncio.create_task(self._turn(wanted, sampling, each)) for each in numbers]
+        on_tokens: Sequence[OnTokens | None] = listeners or [None] * number
+        tasks = [
+            asyncio.create_task(self._turn(wanted, sampling, *each)) for each in zip(numbers, on_tokens, strict=True)
+        ]
         self._running.update(tasks)
         try:
             return await asyncio.gather(*tasks)
@@ -399,8 +436,9 @@ class Session:
             self._check_open()
             raise
         except RayappError as error:
-            if sampling.json_schema and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
-                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error:.300}") from error
+            is_own = sampling.structured_outputs or sampling.options
+            if is_own and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
+                raise RefusedError("invalid", f"the engine can't follow this request: {error!s:.300}") from error
             self.fail(error)
             raise RefusedError("engine", f"the policy can't be asked: {type(error).__name__}") from error
         finally:
@@ -408,13 +446,14 @@ class Session:
                 task.cancel()
             self._running.difference_update(tasks)
 
-    async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> _Turn:
+    async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
         if sampling.seed is not None:
             # The same prompt sent again must get a new answer.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
-        sampled = await self.engine.generate(self.request_id._replace(turn=number), wanted.prompt_ids, sampling)
+        request_id = self.request_id._replace(turn=number)
+        sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)
         self._check_open()
         # Concurrent turns may have used the rest of the limit. A shortened sample is a valid sample of fewer tokens.
         completion = cut_completion(sampled, self._left(wanted))
@@ -422,20 +461,30 @@ class Session:
         prompt_end, end = self.tree.add_turn(
             wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
         )
-        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end)
+        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
 
-    async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn) -> Choice:
+    async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn, text_start: int | None) -> Choice:
+        """Return a turn as an API represents it.
+
+        Args:
+            text_start: end of the thoughts, as a stream split them; None: after the last `</think>`.
+        """
         record = self.tree.turns[turn.number]
         text, stopped_by = _before_stop(record.text, ask.stop)
-        said = readable(after_thoughts(text))
-        calls, said = await self._calls(ask, chat_format, said, turn.number)
+        if text_start is None or text_start > len(text):
+            said, thoughts = (text, "") if ask.prompts else (after_thoughts(text), thoughts_of(text))
+        else:
+            said, thoughts = text[text_start:], thoughts_of(text[:text_start])
+        calls, said = await self._calls(ask, chat_format, readable(said), turn.number)
+        log_probs = () if ask.num_top_log_probs is None else self.formats.log_probs(turn.completion)
         return Choice(
             text=said,
-            thoughts=readable(thoughts_of(text)),
+            thoughts=readable(thoughts),
             calls=calls,
             finish_reason=record.finish_reason,
             is_stopped_by=stopped_by,
             num_tokens=record.end - record.start,
+            log_probs=log_probs,
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:

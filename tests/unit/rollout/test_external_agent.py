@@ -421,7 +421,9 @@ class Fails:
     def __init__(self, error: EngineError) -> None:
         self.error = error
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         raise self.error
 
 

@@ -126,7 +126,7 @@ async def test_openais_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
             whole = await events.get_final_completion()
 
         message = whole.choices[0].message
-        assert len(texts) == 3
+        assert len(texts) > 3
         assert message.content == "".join(texts) == "x" * 700
         assert message.tool_calls is not None
         assert message.tool_calls[0].function.arguments == '{"t": "a"}'
@@ -171,7 +171,7 @@ async def test_anthropics_stream_is_the_same_reply_in_pieces(serve: Any) -> None
             texts = [text async for text in stream.text_stream]
             whole = await stream.get_final_message()
 
-        assert len(texts) == 3
+        assert len(texts) > 3
         assert whole.content[0].text == "".join(texts) == "x" * 700  # type: ignore[union-attr]
         assert (whole.content[1].input, whole.stop_reason) == ({"t": "a"}, "tool_use")  # type: ignore[union-attr]
         assert whole.usage.output_tokens == served.session.tree.trajectory().response_mask.sum()
@@ -203,7 +203,7 @@ async def test_openais_responses_stream_is_the_same_reply_in_pieces(serve: Any) 
             texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
             whole = await stream.get_final_response()
 
-        assert len(texts) == 3
+        assert len(texts) > 3
         assert whole.output_text == "".join(texts) == "x" * 700
         assert whole.output[-1].arguments == '{"t": "a"}'  # type: ignore[union-attr]
         assert whole.status == "completed"
@@ -253,7 +253,7 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
         ({"tool_choice": "required"}, "tool_choice is not offered: the policy is sampled as it is trained"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads text alone"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
@@ -316,7 +316,7 @@ async def test_fields_without_effect_are_named_in_the_reply_and_those_that_chang
         {"min_p": 0.1},
         {"repetition_penalty": 1.1},
         {"guided_json": {}, "ignore_eos": True},
-        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"tools": False}},
         {"stop": ["x"] * 17},
         {"stop": "x" * 201},
         {"parallel_tool_calls": "no"},
@@ -391,7 +391,9 @@ class Waits:
         self.asked, self.may = asyncio.Event(), asyncio.Event()
         self.given_up = asyncio.Event()
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         self.asked.set()
         try:
             await self.may.wait()

@@ -97,7 +97,7 @@ async def test_a_call_goes_on_from_the_ids_that_were_sampled(bench: Any) -> None
 
 async def test_the_first_prompt_and_the_suffixes_are_those_of_the_agent_loop(bench: Any) -> None:
     b = await bench(call("a") + call("b"), "done")
-    chat = (await b.session.formats.with_tools([TOOL])).chat
+    chat = (await b.session.formats.of_call([TOOL])).chat
 
     reply = await b.ask(user("go"), tools=(TOOL,))
     (one, two), text = reply.choices[0].calls, reply.choices[0].text
@@ -263,7 +263,9 @@ async def test_what_the_engine_fails_at_ends_the_session_and_is_kept(bench: Any)
 class Slow:
     """An engine that never answers."""
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         await asyncio.Event().wait()
         raise AssertionError("it never answers")
 
@@ -305,7 +307,7 @@ async def test_a_caller_that_hangs_up_leaves_no_turn(bench: Any) -> None:
         ((), {}, "the last message must be the user's or a tool's"),
         ((user("a"), Said(role="assistant", text="b")), {}, "the last message must be the user's or a tool's"),
         ((user("a"),), {"num_choices": 17}, "n is 17: it must be from 1 to 16"),
-        ((user("a"),), {"previous": "nothing"}, "this session has given no such reply"),
+        ((user("a"),), {"previous": "nothing"}, "there is no such reply here"),
     ],
 )
 async def test_a_call_that_can_not_be_served_is_refused(
@@ -321,7 +323,9 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(RefusedError, match=r"these tools can't be put into the prompt: .*has no place for tools"):
+    with pytest.raises(
+        RefusedError, match=r"these tools and variables can't be put into the prompt: .*has no place for tools"
+    ):
         await b.ask(user("hi"), tools=(TOOL,))
 
 
