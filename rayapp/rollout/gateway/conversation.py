@@ -359,9 +359,9 @@ def not_offered(wish: str) -> str:
     )
 
 
-def not_in_training(wish: str) -> str:
+def not_in_training(wish: str, instead: str = "") -> str:
     """Return the message for a request that is supported only if the policy is not trained on it."""
     return (
-        f"{wish} is not offered: the policy is sampled as it is trained. Leave it out and say in the prompt what the "
-        "answer must look like; `rayapp serve`, whose answers nothing is trained on, follows it"
+        f"{wish} is not offered: the policy is sampled as it is trained. Leave it out{instead}; `rayapp serve`, whose "
+        "answers nothing is trained on, follows it"
     )

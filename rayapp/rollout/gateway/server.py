@@ -255,8 +255,18 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
     """Return headers that name the request's fields without effect."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
-    ignored += [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
+    ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
+
+
+def _unread(session: Session, ask: Ask) -> list[str]:
+    """Return the variables that the chat template doesn't read."""
+    unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
+    if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
+        # One wish, for which templates read one or the other.
+        both = {"reasoning_effort", "enable_thinking"} <= {*unread}
+        unread = [name for name in unread if name != "enable_thinking" and (both or name != "reasoning_effort")]
+    return unread
 
 
 async def _stream(

@@ -56,6 +56,7 @@ _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
 _MAX_TOOL_SETS = 32
 """Most sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
+_DESCRIBE = " and say in the prompt what the answer must look like"
 _SMALL = 16 << 10
 """Bytes or characters up to which input is read on the event loop, in milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
@@ -296,9 +297,10 @@ class Session:
         if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
             raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
         if ask.options and not self.follows_requests:
-            raise RefusedError("invalid", not_in_training(next(iter(ask.options))))
+            name, value = next(iter(ask.options.items()))
+            raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
         if ask.form is not None and not self.follows_requests:
-            raise RefusedError("invalid", not_in_training(ask.form.field))
+            raise RefusedError("invalid", not_in_training(ask.form.field, _DESCRIBE))
         if ask.form is not None and ask.form.problem:
             raise RefusedError("invalid", ask.form.problem)
         if ask.unknown and self.follows_requests:

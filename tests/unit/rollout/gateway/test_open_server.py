@@ -307,7 +307,7 @@ async def test_the_chat_template_gets_variables_and_the_effort_if_it_reads_them(
     assert "low" in prompt
     assert "kind" in prompt
     assert "<|im_end|>kind" not in prompt
-    assert answer.headers["x-rayapp-not-followed"] == "enable_thinking, unread"
+    assert answer.headers["x-rayapp-not-followed"] == "unread"
 
 
 async def test_a_key_has_a_limit_of_calls_at_once(serve: Any) -> None:

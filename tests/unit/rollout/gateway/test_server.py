@@ -340,7 +340,7 @@ async def test_fields_without_effect_are_named_in_the_reply_and_those_that_chang
         with pytest.raises(openai.NotFoundError, match="there is no model"):
             await served.openai().models.retrieve("gpt")
 
-    assert told.headers["x-rayapp-not-followed"] == "reasoning_effort, of_next_year, temperature"
+    assert told.headers["x-rayapp-not-followed"] == "of_next_year, temperature, reasoning_effort"
     assert served.engine.requests[0][2].max_tokens == 5
 
 
