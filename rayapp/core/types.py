@@ -303,7 +303,9 @@ class Trajectory:
     sub-agents makes a tree: every token is in `token_ids` once, in the order of the turns, and `core.trajectories`
     gives the context of each."""
     agent_output: str = ""
-    """Output of an external agent's program, cut; empty for other agents."""
+    """Output of an external agent's program, cut, and notes on its calls; empty for other agents."""
+    agent_counts: Mapping[str, float] = field(default_factory=dict)
+    """Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}. Reported as terms `agent/*`."""
     routed_experts: ExpertArray | None = None
     """(T, layers, k) with `learner.router_replay`: experts of each token, as the engine chose them when it first
     computed the token; 0 for tokens that nothing was sampled after, which no forward pass has read."""

@@ -24,11 +24,9 @@ from rayapp.core.errors import SandboxError
 from rayapp.core.programs import AFTER_DEATH_S, end, kept, passed_on
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
+from rayapp.rollout.gateway.session import MODEL
 from rayapp.sandbox.local.levels import level
 from rayapp.sandbox.loopback import Accept, loopback_of
-
-MODEL = "policy"
-"""The policy's name as a model, in RAYAPP_MODEL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class AgentCall:
     api_key: str
     """Opens only this session, until the trajectory ends."""
     model: str = MODEL
-    """Model name to request; others are accepted too, unless `agent.external.only_named_model` is set."""
+    """Model name to request; `agent.external.models` says what happens to others."""
 
     @property
     def prompt(self) -> str:

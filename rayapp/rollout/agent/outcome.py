@@ -46,6 +46,7 @@ def play_terms(played: Trajectory) -> dict[str, float]:
         "tool/wait_s": sum(call.waited_s for call in calls),
     }
     terms |= {f"tool/failed/{kind}": float(count) for kind, count in failures.items()}
+    terms |= {f"agent/{name}": value for name, value in played.agent_counts.items()}
     terms |= {f"tool/reward/{name}": value for name, value in played.tool_rewards.items()}
     if step_rewards:
         terms["tool/step_reward"] = float(sum(step_rewards))

@@ -114,6 +114,8 @@ class Ask:
     """If False, the reply has only the first call of the turn."""
     not_followed: tuple[str, ...] = ()
     """Names of fields that are ignored."""
+    is_freed: bool = False
+    """True if a wish for a form was dropped."""
     unknown: tuple[str, ...] = ()
     """Names of fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
@@ -261,6 +263,20 @@ class Conversations:
         is_edited = any(said.role == "assistant" for said in messages[found.num_messages :])
         return Found() if is_edited else found
 
+    def drift(self, tools: Key, messages: Sequence[Said]) -> Drift | None:
+        """Return why these messages, which begin a new conversation, continue none of those recorded; None if none
+        is."""
+        if not self._roots:
+            return None
+        if tools not in self._roots:
+            return Drift("tools_changed")
+        place = self._roots[tools]
+        for number, said in enumerate(messages):
+            if (following := place.children.get(said.key)) is None:
+                return _drift(place, said, is_first=number == 0)
+            place = following
+        return Drift("history_cut")
+
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
@@ -272,6 +288,49 @@ class Conversations:
             place.prompt_end = prompt_end
         place = place.children.setdefault(reply.key, _TreePlace())
         place.turn, place.turn_end = turn, end
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The reason why a call begins a new conversation, and the texts at their first difference."""
+
+    reason: str
+    recorded: str = ""
+    sent: str = ""
+
+    def __str__(self) -> str:
+        shown = f": {self.sent!r} was sent, {self.recorded!r} is recorded" if self.recorded or self.sent else ""
+        return self.reason.replace("_", " ") + shown
+
+
+_REASONS = {"system": "system_prompt_changed", "tool": "result_changed", "user": "history_rewritten"}
+_SHOWN_CHARS = 40
+
+
+def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
+    """Return the difference between a message and those recorded in its place."""
+    known = [key for key in place.children if key[0] == said.role]
+    if not known:
+        return Drift("reply_never_sampled" if said.role == "assistant" else "history_rewritten")
+    closest = max(known, key=lambda key: _num_equal(_flat(key), _flat(said.key)))
+    if said.role != "assistant":
+        reason = "other_conversation" if is_first and said.role == "user" else _REASONS[said.role]
+    elif len(closest) == len(said.key) and closest[1] == said.key[1]:
+        reason = "arguments_rewritten"
+    else:
+        reason = "reply_rewritten"
+    start = max(0, _num_equal(recorded := _flat(closest), sent := _flat(said.key)) - _SHOWN_CHARS // 4)
+    return Drift(reason, recorded[start : start + _SHOWN_CHARS], sent[start : start + _SHOWN_CHARS])
+
+
+def _flat(key: Key) -> str:
+    """Return the texts of a message's key."""
+    return "\n".join(part if isinstance(part, str) else " ".join(map(str, part)) for part in key[1:])  # type: ignore[call-overload]
+
+
+def _num_equal(first: str, second: str) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:

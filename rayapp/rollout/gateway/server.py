@@ -12,12 +12,14 @@ Streams send text as it is sampled, and tool calls when the whole turn is sample
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Literal
 
 from aiohttp import web
 
@@ -31,7 +33,7 @@ from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.session import Sending, Session, SessionLimits
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
@@ -103,15 +105,17 @@ class Api:
         self, request: web.Request, dialect: Dialect, session: Session, *, only_counts: bool
     ) -> web.StreamResponse:
         try:
-            ask = await session.read(partial(_read, dialect), await _body(request))
+            body = await _body(request)
+            ask = await session.read(partial(_read, dialect), body)
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
-            if not ask.is_stream:
-                return web.json_response(dialect.write(await session.ask(ask), ask), headers=_headers(session, ask))
-            live = Live()
-            turn = asyncio.ensure_future(session.ask(ask, live))
-            turn.add_done_callback(lambda _: live.wake())
-            return await _stream(request, dialect, ask, turn, live, _headers(session, ask))
+            live = Live() if ask.is_stream else None
+            with session.answering(ask, live, _sending(request, body)) as turn:
+                if live is not None:
+                    turn.add_done_callback(lambda _: live.wake())
+                    return await _stream(request, dialect, ask, turn, live, _headers(session, ask))
+                reply = await asyncio.shield(turn)
+                return web.json_response(dialect.write(reply, ask), headers=_headers(session, ask))
         except (RefusedError, ConnectionError):
             raise
         except Exception as error:  # boundary: a failure caused by an agent ends at most its own session
@@ -157,7 +161,8 @@ class Gateway:
         sampling: SamplingParams,
         limits: SessionLimits,
         request_id: RequestId,
-        only_model: str = "",
+        other_models: Literal["train", "untrained", "refuse"] = "train",
+        drops_forms: bool = False,
     ) -> Iterator[Session]:
         """Serve a session for the length of the block; arguments as in `Session`."""
         session = Session(
@@ -166,7 +171,8 @@ class Gateway:
             sampling=sampling,
             limits=limits,
             request_id=request_id,
-            only_model=only_model,
+            other_models=other_models,
+            drops_forms=drops_forms,
         )
         self._sessions[session.id] = session
         try:
@@ -243,6 +249,17 @@ async def _body(request: web.Request) -> bytes:
         raise RefusedError("invalid", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
 
 
+def _sending(request: web.Request, body: bytes) -> Sending:
+    """Return what a client's headers say about this transmission of the call; SDKs send these."""
+    headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
+    timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
+    return Sending(
+        key=hashlib.sha256(f"{request.path}\n{idempotency}\n".encode("utf-8", "surrogateescape") + body).digest(),
+        is_repeated=bool(idempotency) or headers.get("x-stainless-retry-count", "0") != "0",
+        timeout_s=float(timeout) if timeout.replace(".", "", 1).isdecimal() else None,
+    )
+
+
 def _read(dialect: Dialect, body: bytes) -> Ask:
     try:
         return dialect.read(parsed(body))
@@ -279,25 +296,22 @@ async def _stream(
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     writer: StreamWriter | None = None
-    try:
-        while not turn.done():
-            pieces = await live.pieces(PATIENCE_S)
-            if turn.done() and not response.prepared:
-                turn.result()  # A refusal before the stream begins gets its own status.
-            if not response.prepared and (pieces or not turn.done()):
-                await response.prepare(request)
-            events = b"" if pieces or turn.done() else _PING
-            if pieces and live.begun is not None:
-                writer, begin = _begun(writer, dialect, live.begun, ask)
-                events = begin + b"".join(writer.piece(*piece) for piece in pieces)
-            await _send(request, response, events)
-        if not response.prepared:
-            turn.result()
+    while not turn.done():
+        pieces = await live.pieces(PATIENCE_S)
+        if turn.done() and not response.prepared:
+            turn.result()  # A refusal before the stream begins gets its own status.
+        if not response.prepared and (pieces or not turn.done()):
             await response.prepare(request)
-        await _send(request, response, _end(writer, dialect, ask, turn))
-        await response.write_eof()
-    finally:
-        turn.cancel()
+        events = b"" if pieces or turn.done() else _PING
+        if pieces and live.begun is not None:
+            writer, begin = _begun(writer, dialect, live.begun, ask)
+            events = begin + b"".join(writer.piece(*piece) for piece in pieces)
+        await _send(request, response, events)
+    if not response.prepared:
+        turn.result()
+        await response.prepare(request)
+    await _send(request, response, _end(writer, dialect, ask, turn))
+    await response.write_eof()
     return response
 
 

@@ -13,8 +13,10 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +31,9 @@ from rayapp.rollout.gateway.conversation import (
     Begun,
     Choice,
     Conversations,
+    Drift,
     Found,
+    Key,
     RefusedError,
     Replies,
     Reply,
@@ -56,6 +60,11 @@ _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
 _MAX_TOOL_SETS = 32
 """Most sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
+_MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
+"""Most calls to keep for a client that may send them again, and how long."""
+_MOST_NOTES = 20
+MODEL = "policy"
+"""The policy's name as a model, in RAYAPP_MODEL."""
 _DESCRIBE = " and say in the prompt what the answer must look like"
 _SMALL = 16 << 10
 """Bytes or characters up to which input is read on the event loop, in milliseconds."""
@@ -86,6 +95,23 @@ class SessionLimits:
     def max_body_values(self) -> int:
         """Most JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
         return _BODY_VALUES + 3 * self.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """One transmission of a call by its client."""
+
+    key: bytes = b""
+    """Equal for equal calls that the client marks as the same."""
+    is_repeated: bool = False
+    """True if the client says that it sends the call again, or may."""
+    timeout_s: float | None = None
+    """The time after which the client gives up and sends it again, as far as it says."""
+    sent_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_timed_out(self) -> bool:
+        return self.timeout_s is not None and time.monotonic() - self.sent_at_s > 0.9 * self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +161,14 @@ class Session:
     """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
     replies: Replies = field(default_factory=Replies)
     """Conversations that calls may continue by a reply's id (Responses)."""
-    only_model: str = ""
-    """If set, record only calls that name this model; other calls are answered without taking turns. Empty: record
-    all."""
+    other_models: Literal["train", "untrained", "refuse"] = "train"
+    """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
+    drops_forms: bool = False
+    """Sample calls that ask for a form without it; see `agent.external.structured`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """See `Trajectory.agent_counts`."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for people about calls that began a new conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Fails if the engine does."""
     _conversations: Conversations = field(default_factory=Conversations)
@@ -145,6 +176,8 @@ class Session:
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
+    _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
+    """Calls whose client has gone without the reply, by `Sending.key`."""
     _sides: list[Session] = field(default_factory=list)
     """Sessions of single unrecorded calls, while they are answered."""
     _num_sides: int = 0
@@ -161,7 +194,44 @@ class Session:
             raise RefusedError("too_large", f"a body has at most {self.limits.max_body_bytes:,} bytes in this session")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
-        return await self._beside(len(body), lambda: read(body))
+        ask = await self._beside(len(body), lambda: read(body))
+        if ask.form is None or not self.drops_forms:
+            return ask
+        return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
+
+    @contextmanager
+    def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
+        """Context manager with the task of the reply. A client that sends the same call again gets the same reply if it
+        had left without it."""
+        task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
+        if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
+            self.counts["repeated"] += 1
+        else:
+            task = asyncio.create_task(self.ask(ask, live))
+            task.add_done_callback(_retrieved)
+        try:
+            yield task
+        except (asyncio.CancelledError, ConnectionError):
+            if not self.follows_requests and (task.done() or sending.has_timed_out):
+                self._keep(task, sending.key)
+            else:
+                task.cancel()
+            raise
+        except BaseException:
+            task.cancel()
+            raise
+
+    def _keep(self, task: asyncio.Task[Reply], key: bytes) -> None:
+        """Keep a call that its client may send again, for a while."""
+        self._unanswered[key] = task
+        while len(self._unanswered) > _MOST_LEFT:
+            self._unanswered.popitem(last=False)[1].cancel()
+
+        def drop() -> None:
+            if self._unanswered.get(key) is task:
+                self._unanswered.pop(key).cancel()
+
+        asyncio.get_running_loop().call_later(REPEAT_WITHIN_S, drop)
 
     async def ask(self, ask: Ask, live: Live | None = None) -> Reply:
         """Return the policy's reply.
@@ -184,17 +254,20 @@ class Session:
         return reply
 
     def _is_side(self, ask: Ask) -> bool:
-        return self.only_model not in ("", ask.model)
+        return self.other_models != "train" and ask.model != MODEL
 
     async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
         """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
         self._check_open()
+        if self.other_models == "refuse":
+            raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
+        self.counts["side_calls"] += 1
         self._num_sides += ask.num_choices
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
                 f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: it serves "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {self.only_model!r}",
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {MODEL!r}",
             )
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
@@ -216,6 +289,8 @@ class Session:
         self._check(ask, messages)
         wanted = await self._prompts(ask) if ask.prompts else [await self._wanted(ask, messages)]
         num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
+        if ask.is_freed:
+            self.counts["structured_dropped"] += 1
         num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
         begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
         if live is not None:
@@ -255,6 +330,9 @@ class Session:
             task.cancel()
         for side in self._sides:
             side.end()
+        for left in self._unanswered.values():
+            left.cancel()
+        self._unanswered.clear()
         if self.trouble.done() and not self.trouble.cancelled():
             self.trouble.exception()  # mark the error as retrieved
 
@@ -274,7 +352,9 @@ class Session:
             status = RolloutStatus.TRUNCATED
         elif self.limit == "turns" or ran_out:
             status = RolloutStatus.MAX_TURNS
-        return self.tree.trajectory(status, failure, answer=answer, agent_output=output)
+        output = "\n".join([*([output] if output else []), *self.notes[:_MOST_NOTES]])
+        played = self.tree.trajectory(status, failure, answer=answer, agent_output=output)
+        return replace(played, agent_counts={name: float(count) for name, count in self.counts.items() if count})
 
     def _messages(self, ask: Ask) -> tuple[Said, ...]:
         if not ask.previous:
@@ -331,9 +411,23 @@ class Session:
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         self._note_results(found, messages)
+        if not self.follows_requests:
+            self._note_drift(chat_format.key, messages, found)
         read_ids = await self._beside(num_chars, lambda: _read_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
+
+    def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
+        """Count a call that does not continue the last turn, and note why."""
+        if found.after >= 0:
+            drift = Drift("retry") if found.turn is None else None
+        else:
+            drift = self._conversations.drift(tools, messages)
+        if drift is None:
+            return
+        self.counts["forks"] += 1
+        self.counts[f"forks/{drift.reason}"] += 1
+        self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
         """Run work that is slow for large input in a thread, one at a time per session."""
@@ -514,6 +608,11 @@ class Session:
             for i, call in enumerate(raw)
         )
         self.tree.turns[number] = replace(self.tree.turns[number], calls=records)
+
+
+def _retrieved(task: asyncio.Task[Reply]) -> None:
+    if not task.cancelled():
+        task.exception()  # mark the error as retrieved
 
 
 def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:

@@ -68,7 +68,7 @@ class Splitter:
 
     def _read_text(self) -> bool:
         """Decode new tokens. Returns False if they end within a character, or may end the turn."""
-        end = len(self._ids) if self._is_raw else self._format.chat.num_said(self._ids)
+        end = self._format.chat.num_said(self._ids)
         start, decode = max(0, self._num_read - _WINDOW), self._format.chat.tokenizer.decode
         if end <= self._num_read:
             return False

@@ -418,6 +418,36 @@ async def test_a_dropped_connection_gives_its_turn_up_and_a_retry_is_served(serv
         assert len(served.session.tree.turns) == 1
 
 
+async def test_a_call_that_an_sdk_sends_again_after_its_time_out_gets_the_answer_of_the_first(serve: Any) -> None:
+    async with serve("yes", "a second sample") as served, served.openai() as client:
+        served.session.engine = waits = Waits(served.engine)
+        patient = client.with_options(timeout=0.6, max_retries=9)
+        call = asyncio.create_task(patient.chat.completions.create(model="any", messages=HI))
+        async with asyncio.timeout(20):
+            while not served.session._unanswered:
+                await asyncio.sleep(0.01)
+        waits.may.set()
+        reply = await call
+
+        assert reply.choices[0].message.content == "yes"
+        assert [turn.text for turn in served.session.tree.turns] == ["yes"]
+        assert not waits.given_up.is_set()
+        assert served.session.trajectory().agent_counts["repeated"] == 1
+
+
+async def test_a_wish_for_a_form_is_dropped_and_counted_where_the_run_says_so(serve: Any) -> None:
+    async with serve("no JSON", "no call") as served, served.openai() as client:
+        served.session.drops_forms = True
+        chat = client.chat.completions.with_raw_response
+        asked: Any = {"model": "any", "messages": HI}
+        told = await chat.create(**asked, response_format={"type": "json_object"})
+        await chat.create(**asked, tools=[OPENAI_TOOL], tool_choice="required")
+
+        assert told.headers["x-rayapp-not-followed"] == "response_format"
+        assert [params.structured_outputs for *_, params in served.engine.requests] == [{}, {}]
+        assert served.session.trajectory().agent_counts["structured_dropped"] == 2
+
+
 async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as_events(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema
 from support.hermes import HermesParser
 
+SYSTEM = Said(role="system", text="It is 10:00.")
 TOOL = ToolSchema(name="echo", description="Says it again.", parameters={"type": "object", "properties": {"t": {}}})
 
 
@@ -416,9 +417,50 @@ async def test_with_one_call_at_a_time_the_reply_has_the_first_call_alone(bench:
     assert [call.failure for call in b.session.tree.turns[0].calls] == ["", "too_many_calls"]
 
 
+@pytest.mark.parametrize(
+    ("history", "reason", "shown"),
+    [
+        ([Said(role="system", text="It is 10:01.")], "system_prompt_changed", "10:01"),
+        ([user("hello")], "other_conversation", "hello"),
+        ([SYSTEM, user("hi")], "retry", ""),
+        ([SYSTEM, user("hi"), Said(role="assistant", text="My lookup")], "reply_rewritten", "My lookup"),
+        ([SYSTEM, user("hi"), "other arguments"], "arguments_rewritten", "b"),
+        ([SYSTEM, user("summary"), Said(role="assistant", text="ok")], "history_rewritten", "summary"),
+    ],
+)
+async def test_a_call_that_forks_the_trajectory_is_counted_with_its_reason_and_the_first_difference(
+    bench: Any, history: list[Any], reason: str, shown: str
+) -> None:
+    b = await bench("look " + call("a"), "done", "again")
+    first = (await b.ask(SYSTEM, user("hi"), tools=(TOOL,))).choices[0].said
+    result = Said(role="tool", text="A", call_id=first.calls[0].id)
+    await b.ask(SYSTEM, user("hi"), first, result, tools=(TOOL,))
+    assert b.session.counts["forks"] == 0
+
+    rewritten = replace(first, calls=(replace(first.calls[0], arguments='{"t": "b"}'),))
+    sent = [rewritten if each == "other arguments" else each for each in history]
+    await b.ask(*sent, *([] if sent[-1].role == "user" else [user("go on")]), tools=(TOOL,))
+
+    played = b.session.trajectory(output="the program's output")
+    assert played.agent_counts[f"forks/{reason}"] == played.agent_counts["forks"] == 1
+    lines = played.agent_output.splitlines()
+    assert lines[0] == "the program's output"
+    assert reason.replace("_", " ") in lines[1]
+    assert shown in lines[1]
+
+
+async def test_calls_under_another_models_name_can_be_refused(bench: Any) -> None:
+    b = await bench("the answer")
+    b.session.other_models = "refuse"
+
+    with pytest.raises(RefusedError, match="there is no model 'small'; the model is 'policy'"):
+        await b.ask(user("Name this."), model="small")
+    assert (await b.ask(user("hi"))).choices[0].text == "the answer"
+
+
 async def test_calls_under_another_models_name_are_answered_and_not_recorded(bench: Any) -> None:
     b = await bench("a title", "the answer", max_turns=1)
-    b.session.only_model = "policy"
+    b.session.other_models = "untrained"
 
     title = await b.ask(user("Name this."), model="small")
     await b.ask(user("hi"))
