@@ -29,7 +29,7 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
 
 
 FREE_KEYS = (
-    *("cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
+    *("budget", "cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
     "data.cache_dir",
     *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),

@@ -75,6 +75,8 @@ class Stock:
     num_strays_ended: int = 0
     num_soiled: int = 0
     num_late: int = 0
+    _lived_s: float = 0.0
+    _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
@@ -164,6 +166,7 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
+        self.lived_s()  # before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.created()
@@ -222,8 +225,16 @@ class Stock:
             # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it in the end.
             self.supply.note(error, "kill")
         finally:
+            self.lived_s()
             self.supply.items.pop(sandbox_id, None)
             self.on_change()
+
+    def lived_s(self) -> float:
+        """Return the seconds that all sandboxes of this stock have lived so far, together. Providers bill them."""
+        now = self.clock()
+        self._lived_s += len(self.supply.items) * (now - self._counted_at)
+        self._counted_at = now
+        return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
         """End a sandbox by id, with a few attempts.
