@@ -6,7 +6,8 @@ Tools behind a service are not checked here: the rollout workers check them when
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import ConfigError, InputError, SandboxError
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
@@ -25,10 +26,13 @@ from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept
 from rayapp.rollout.sources import answer_rewards, naming, open_judges
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.code.languages import Language
+from rayapp.tasks.code.scoring import check_languages
 from rayapp.tasks.data.files import is_remote
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
@@ -169,7 +173,7 @@ def _evaluates(config: Config, *, training: bool) -> bool:
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
-    """Check every file's schema, each row's agent and rule, and one whole row.
+    """Check every file's schema, each row's agent and rule, one whole row, and the compilers that the rows need.
 
     The workers check lengths, as they have the tools' schemas.
 
@@ -182,6 +186,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
         rewards.custom.load()
 
     async def check() -> None:
+        languages: frozenset[Language] = frozenset()
         for file in files:
             data = await open_data(
                 (file,),
@@ -191,10 +196,23 @@ def check_data(config: Config, files: Sequence[str]) -> None:
                 truth_kind=rewards.truth_kind,
             )
             data.row(0)
+            languages |= data.languages
             if config.judges_read_references:
                 _check_references(file, data)
+        await _check_compilers(config, languages)
 
     asyncio.run(check())
+
+
+async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
+    """Compile an empty program in each language in a sandbox of the run's."""
+    if not languages:
+        return
+    try:
+        async with open_pool(config.sandbox.without_stock, f"check-{os.getpid()}") as (sandboxes, _):
+            await check_languages(languages, sandboxes)
+    except SandboxError as error:
+        raise InputError(f"rows that ask for {', '.join(sorted(each.name for each in languages))}: {error}") from error
 
 
 def _check_references(file: str, data: TrainingData) -> None:

@@ -9,15 +9,20 @@ import math
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
+from rayapp.sandbox.images.store import Image
+from rayapp.sandbox.local.inside import guest
+from rayapp.sandbox.local.inside.child import GUEST
 from rayapp.sandbox.local.levels.limits import MIB, Limits
 from rayapp.sandbox.local.levels.loopback import PORT
 from rayapp.sandbox.local.slot import Slot
 from rayapp.sandbox.loopback import Loopback
+from rayapp.sandbox.verdict import harness
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.results import (
     RawResult,
@@ -32,13 +37,31 @@ from rayapp.sandbox.verdict.results import (
 _CALLS_OUTPUT_BYTES = 65536
 
 
+def environment_of(image: Image) -> dict[str, str]:
+    """Return the environment of programs in an image."""
+    return {"HOME": image.home, **dict(image.env)}
+
+
+@cache
+def _harness_source() -> str:
+    return Path(harness.__file__).read_text()
+
+
 class LocalSandbox:
     """One local sandbox; calls run one at a time. See `rayapp.core.protocols.Sandbox`."""
 
     provider = "local"
 
-    def __init__(self, sandbox_id: str, slot: Slot, spec: SandboxSpec, on_end: Callable[[LocalSandbox], None]) -> None:
+    def __init__(
+        self,
+        sandbox_id: str,
+        slot: Slot,
+        spec: SandboxSpec,
+        on_end: Callable[[LocalSandbox], None],
+        image: Image | None = None,
+    ) -> None:
         self.id = sandbox_id
+        self._image = image
         self.slot = slot
         """Public for the provider, which reuses it afterwards."""
         self._spec = spec
@@ -71,8 +94,8 @@ class LocalSandbox:
         """Run code; see the protocol. If a stateful run is stopped, its session's names are lost."""
         if (problem := code_problem(code)) is not None:
             return failure(problem, self.isolation)
-        answer = await self._run(
-            "script", (code,), timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin
+        answer = await self._run_python(
+            "session" if stateful else "script", (code,), timeout_s, max_output_bytes, home=True, stdin=stdin
         )
         read = session_result if stateful else script_result
         return await off_the_loop(len(answer.frames), lambda: read(answer, self.isolation))
@@ -84,20 +107,22 @@ class LocalSandbox:
         packed = encode_inputs(inputs)
         if (problem := code_problem(code)) is not None:
             return failed_calls(failure(problem, self.isolation), len(inputs))
-        answer = await self._run("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
+        answer = await self._run_python("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
         return await off_the_loop(len(answer.frames), lambda: call_report(answer, self.isolation, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a command; see the protocol. Programs are those in /usr; at level ll they can't start others."""
+        """Run a command; see the protocol. Programs are the image's, without an image those in /usr; at level ll they
+        can't start others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command is one text or more, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it.
+        """Write a file; see the protocol. The path is relative to the sandbox's folder, or lies in it. With an image
+        it is relative to the image's working folder, and may lie anywhere.
 
         Raises:
             OSError: the path is outside that folder, or no space is left.
@@ -154,6 +179,24 @@ class LocalSandbox:
         if num_bytes > most:
             raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes; its disk holds {most}")
 
+    async def _run_python(
+        self,
+        kind: str,
+        given: tuple[object, ...],
+        timeout_s: float,
+        max_output_bytes: int,
+        *,
+        stdin: str = "",
+        home: bool = False,
+    ) -> RawResult:
+        """Run Python code in the image's own Python, or in a fork of the warm interpreter if there is none."""
+        is_session = kind == "session"
+        if self._image is None or not self._image.python:
+            kind = "script" if is_session else kind
+        else:
+            given, kind = guest.arguments(self._image.python, _harness_source(), kind, given), GUEST
+        return await self._run(kind, given, timeout_s, max_output_bytes, home=home, session=is_session, stdin=stdin)
+
     async def _run(
         self,
         kind: str,
@@ -165,12 +208,15 @@ class LocalSandbox:
         home: bool = False,
         session: bool = False,
     ) -> RawResult:
-        job: Any = kind, dict(self._spec.env), given
+        image = self._image
+        folder = image.workdir if image else ""
+        job: Any = kind, {**(environment_of(image) if image else {}), **dict(self._spec.env)}, given, folder
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,
             memory_mib=self._spec.memory_mib,
             disk_mib=self._spec.disk_mib,
             max_processes=self._spec.max_processes,
+            is_of_image=image is not None,
         )
         async with self._turn:
             self._check_alive()
@@ -184,6 +230,7 @@ class LocalSandbox:
                     max_output_bytes=max_output_bytes,
                     home=home,
                     session=session,
+                    image=image.tree if image else "",
                 )
             except SandboxDeadlineError:
                 raise

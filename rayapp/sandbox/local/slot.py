@@ -62,9 +62,18 @@ class Slot:
         """Accepts the loopback connections of programs in the sandbox, if the level has a loopback."""
 
     @classmethod
-    async def start(cls, level: str, *, packages: tuple[str, ...] = (), paths: tuple[str, ...] = ()) -> Slot:
+    async def start(
+        cls,
+        level: str,
+        *,
+        packages: tuple[str, ...] = (),
+        paths: tuple[str, ...] = (),
+        images: Mapping[str, object] | None = None,
+    ) -> Slot:
         """Start a zygote and wait until it is ready.
 
+        Args:
+            images: fields of an `ImageView`, if its sandboxes have images as their roots.
         Raises:
             BootError: it can't enter this level on this node, or can't import a package.
             SandboxConfigError: it needs a copy of this Python, and no folder can hold one.
@@ -72,7 +81,7 @@ class Slot:
         python = await asyncio.to_thread(readable_python, packages, paths)
         slot = cls(*await asyncio.to_thread(_spawn, python))
         try:
-            settings: dict[str, object] = {"level": level, "code_path": CODE_PATH}
+            settings: dict[str, object] = {"level": level, "code_path": CODE_PATH, "images": images}
             wire.send(slot._channel, {**settings, "packages": packages, "paths": python.paths})
             header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
@@ -140,10 +149,12 @@ class Slot:
         stdin: bytes = b"",
         home: bool = False,
         session: bool = False,
+        image: str = "",
     ) -> RawResult:
         """Execute one job.
 
         Args:
+            image: name of the tree that is its root; empty for the zygote's own view of this machine.
             home: run in the sandbox's own folder, which lasts until `reset`; else in a fresh one.
             session: run in the sandbox's long-lived process, which keeps names.
 
@@ -155,7 +166,7 @@ class Slot:
         await self._finish_cancelled()
         self.num_jobs += 1
         header: dict[str, object] = {"id": self.num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
-        header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
+        header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session, "image": image}
         try:
             self._send(header, job, *([stdin] if stdin else ()))
             reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)

@@ -65,6 +65,11 @@ class CodeProblem:
         """
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
+    async def fenced(self, code: str) -> str:
+        """Return code in the problem's language as an answer. Raises InputError as `tests`."""
+        language = (await self.tests()).language
+        return f"```{language.fences[0] if language else 'python'}\n{code.rstrip()}\n```\n"
+
     async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
         """Score an answer. Never raises because of the answer's text, or for a failed sandbox.
 

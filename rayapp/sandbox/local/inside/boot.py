@@ -25,6 +25,7 @@ from rayapp.sandbox.local.levels.landlock import Landlocked
 from rayapp.sandbox.local.levels.limits import mapped_bytes, set_standing_limits
 from rayapp.sandbox.local.levels.namespaces import NAMES as NAMESPACES
 from rayapp.sandbox.local.levels.namespaces import Namespaces
+from rayapp.sandbox.local.levels.visible_files import ImageView
 from rayapp.sandbox.verdict.harness import HASH_SEED, describe
 
 WARM_MODULES = (
@@ -45,17 +46,17 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:
         settings, _ = wire.receive(channel)
         try:
-            level = _prepare(settings)
+            level, uid = _prepare(settings)
         except Exception as error:  # boundary: reported to the provider, which decides
             wire.send(channel, {"failed": describe(error)})
             return
-        ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()}
+        ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": uid}
         if level.listener is None:
             wire.send(channel, ready)
         else:
             with level.listener as listener:
                 wire.send(channel, ready, listener.fileno())
-        zygote = Zygote(channel, level)
+        zygote = Zygote(channel, level, is_for_images=bool(settings["images"]))
         zygote.serve()
         zygote.forget()
 
@@ -71,7 +72,8 @@ def _forget_inherited() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _prepare(settings: dict[str, object]) -> levels.Level:
+def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
+    """Return the level, entered, and the user id of executions outside its user namespace."""
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
@@ -81,17 +83,22 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     paths = import_packages(packages, paths)
     # After the packages: they have loaded shared libraries, which the view has to show.
     here = visible_files.of_this_interpreter(paths)
-    level = make_level(str(settings["level"]), here)
+    images = ImageView(**settings["images"]) if settings["images"] else None  # type: ignore[arg-type]
+    level = make_level(str(settings["level"]), here, images)
     if level.name != "unisolated":
-        privileges.leave_root([here.library, *here.shared, *here.packages])
+        uid, trees = (privileges.images_uid(), [images.trees]) if images else (None, [])
+        privileges.leave_root([here.library, *here.shared, *here.packages, *trees], uid)
     mapped_bytes()
     set_standing_limits()
     # Freeze the heap: a garbage collection in a child would write to, and so copy, every page of it.
     # Freeze before enter(): it may fork, and later writes copy pages.
     gc.collect()
     gc.freeze()
+    uid = os.getuid()
     level.enter()
-    return level
+    if images:
+        sys.path[:] = [entry.replace(here.library, visible_files.LIBRARY_IN_IMAGES) for entry in sys.path]
+    return level, uid
 
 
 def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
@@ -123,9 +130,9 @@ def _files_of(module: object) -> list[str]:
     return list(getattr(module, "__path__", [])) or [file for file in (file,) if file]
 
 
-def make_level(name: str, here: visible_files.View) -> levels.Level:
+def make_level(name: str, here: visible_files.View, images: ImageView | None = None) -> levels.Level:
     if name in NAMESPACES:
-        return Namespaces(here, with_proc="+proc" in name, with_loopback="+lo" in name)
+        return Namespaces(here, with_proc="+proc" in name, with_loopback="+lo" in name, images=images)
     if name == "ll":
         return Landlocked(here)
     if name == "unisolated":

@@ -37,6 +37,8 @@ from rayapp.sandbox.verdict import harness
 
 
 FILE_KINDS = ("write", "read")
+GUEST = "guest"
+"""Kind of a job for the Python of an image."""
 
 
 def run_file_request(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
@@ -92,8 +94,8 @@ _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400
 """Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
 
-Job = tuple[str, Mapping[str, str], tuple[object, ...]]
-"""Kind, environment, and the kind's arguments: see `_run`."""
+Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
+"""Kind, environment, the kind's arguments (see `_run`), and the working folder; empty if the level chooses it."""
 Order = tuple[Bounds, bool, bytes]
 """The zygote's order with a job: resource limits, whether it begins a session, the token to send with the status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
@@ -107,7 +109,10 @@ def f(items):
     return found, math.inf
 print("{}")
 """
-_PIECES: tuple[Job, ...] = (("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]'])), ("script", {}, (_CODE,)))
+_PIECES: tuple[Job, ...] = (
+    ("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]']), ""),
+    ("script", {}, (_CODE,), ""),
+)
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
 """Seeds the generator behind the functions of `random`, without `random.seed`'s own checks."""
 
@@ -171,6 +176,10 @@ def _obey(control: _socket.socket) -> int:
         _give_up(control, error)
     if is_session:
         _serve(job, control, token)
+    if job[0] == GUEST:
+        control.send(READY)
+        os.close(_CONTROL_FD)
+        _become_guest(job, token)
     status = 1
     control.send(READY)
     os.close(_CONTROL_FD)
@@ -190,6 +199,11 @@ def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
 
 def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
     """Serve a session: run one script after the other in the same names, until killed."""
+    if job[0] == GUEST:
+        control.send(READY)
+        os.set_inheritable(_DONE_FD, True)
+        os.set_inheritable(_CONTROL_FD, True)
+        _become_guest(job, token)
     names = harness.main_names()
     control.send(READY)
     while True:
@@ -209,7 +223,8 @@ def _next_job(control: _socket.socket) -> tuple[Job, Order]:
     data = ancillary[0][2]
     job_fd = int.from_bytes(data[:4], sys.byteorder)
     job = marshal.loads(read_memory_file(job_fd))
-    os.close(job_fd)
+    if job[0] != GUEST:
+        os.close(job_fd)
     if len(data) == _TWO_FDS:
         _set_input(int.from_bytes(data[4:], sys.byteorder))
     return job, marshal.loads(packet)
@@ -223,9 +238,15 @@ def _set_input(stdin: int) -> None:
 
 
 def _set_environment(job: Job) -> None:
-    """Add the job's variables to the environment, which held only that of `boot.py` until now."""
+    """Add the job's variables to the environment, which held only that of `boot.py` until now; enter its folder."""
     if job[1]:
         os.environ.update(job[1])
+    if job[3]:
+        try:
+            os.chdir(job[3])
+        except FileNotFoundError:
+            os.makedirs(job[3])
+            os.chdir(job[3])
 
 
 def send(payload: bytes) -> None:
@@ -237,7 +258,7 @@ def send(payload: bytes) -> None:
 
 def _run(job: Job) -> int:
     """Run the job by its kind. Returns the exit status."""
-    kind, _, given = job
+    kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
         harness.run_calls(code, function, inputs, send)  # type: ignore[arg-type]
@@ -249,6 +270,14 @@ def _run(job: Job) -> int:
     status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
     _join_threads()
     return status
+
+
+def _become_guest(job: Job, token: bytes) -> NoReturn:
+    """Continue as the image's own Python, which finds the job in the memory file: see `guest.py`."""
+    for descriptor in (_RESULT_FD, _JOB_FD):
+        os.set_inheritable(descriptor, True)
+    argv = [str(job[2][0]), "-s", "-c", str(job[2][1]), token.hex()]
+    os._exit(_execute(argv))
 
 
 def _execute(argv: Sequence[str]) -> int:

@@ -19,6 +19,15 @@ from rayapp.sandbox.local.levels import kernel
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
 """User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
+_IMAGES_UIDS = 1_999_999_999, 60_001
+"""User id of all images' files if root unpacks them: just below and above the ids that other sandboxes get."""
+
+
+def images_uid() -> int:
+    """Return the user id that owns the files of images, and that sandboxes on them have."""
+    if os.geteuid() != 0:
+        return os.getuid()
+    return _IMAGES_UIDS[0] if _maps(range(_IMAGES_UIDS[0], _IMAGES_UIDS[0] + 1)) else _IMAGES_UIDS[1]
 
 
 def choose_uid() -> int:
@@ -27,16 +36,20 @@ def choose_uid() -> int:
     Zygotes of other processes on this node must not share it, and there is no registry: so it is random, from a wide
     range if this user namespace maps one.
     """
-    own = random.SystemRandom()
+    return random.SystemRandom().choice(_HIGH_UIDS if _maps(_HIGH_UIDS) else _LOW_UIDS)
+
+
+def _maps(uids: range) -> bool:
+    """Return True if this user namespace has all these user ids."""
     mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    if any(int(first) <= _HIGH_UIDS.start and _HIGH_UIDS.stop <= int(first) + int(size) for first, _, size in mapped):
-        return own.choice(_HIGH_UIDS)
-    return own.choice(_LOW_UIDS)
+    return any(int(first) <= uids.start and uids.stop <= int(first) + int(size) for first, _, size in mapped)
 
 
-def leave_root(paths: Sequence[str]) -> None:
+def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
     """If this is root, become an unprivileged user who can still read `paths`.
 
+    Args:
+        uid: that user's id; None chooses one.
     Raises:
         OSError: a path lies in a directory that only root may enter and this node forbids mounting it elsewhere.
     """
@@ -45,7 +58,7 @@ def leave_root(paths: Sequence[str]) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.geteuid() != 0:
         return
-    uid = choose_uid()
+    uid = choose_uid() if uid is None else uid
     _expose([path for path in paths if _blocking_parent(path)])
     os.setgroups([])
     os.setresgid(uid, uid, uid)

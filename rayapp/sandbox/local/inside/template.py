@@ -71,7 +71,8 @@ class Template:
 
     def fork(self, child: Child) -> None:
         """Ask for a child. Its process id is known after `settle`."""
-        self._ask(_PLACE.pack(child.place.home, child.place.writable, child.place.disk_mib), child.ends.given)
+        place = child.place
+        self._ask(_PLACE.pack(place.home, place.writable, place.disk_mib) + place.image.encode(), child.ends.given)
         self._asked.append(child)
 
     def settle(self) -> None:
@@ -159,8 +160,8 @@ def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None
 
 
 def _place_of(packed: bytes) -> Place:
-    home, writable, disk_mib = _PLACE.unpack(packed)
-    return Place(home=home, writable=writable, disk_mib=disk_mib)
+    home, writable, disk_mib = _PLACE.unpack_from(packed)
+    return Place(home=home, writable=writable, disk_mib=disk_mib, image=packed[_PLACE.size :].decode())
 
 
 def _kill(pid: int) -> int:

@@ -39,8 +39,9 @@ _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
 class Zygote:
     """Serves one provider over one channel until that closes."""
 
-    def __init__(self, channel: socket.socket, level: Level) -> None:
+    def __init__(self, channel: socket.socket, level: Level, *, is_for_images: bool = False) -> None:
         self._channel = channel
+        self._usual_place = None if is_for_images else _USUAL_PLACE
         self._level = level
         self._template = Template.start(level, channel)
         self._usage = level.usage
@@ -51,7 +52,7 @@ class Zygote:
         self._next_ends: Ends | None = None
 
     def serve(self) -> None:
-        self._fork_spares(_USUAL_PLACE)
+        self._fork_usual_spares()
         while True:
             try:
                 header, descriptors = wire.receive(self._channel)
@@ -71,8 +72,13 @@ class Zygote:
     def _execute(self, header: dict[str, object], descriptors: list[int]) -> None:
         started = time.monotonic()
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        place = Place(home=bool(header["home"]), writable=header["kind"] in FILE_KINDS, disk_mib=limits.disk_mib)
-        self._home_is_used |= place.home
+        place = Place(
+            home=bool(header["home"]),
+            writable=header["kind"] in FILE_KINDS,
+            disk_mib=limits.disk_mib,
+            image=str(header["image"]),
+        )
+        self._home_is_used |= place.home or bool(place.image)
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
         self._order(ran, limits, descriptors, is_session=bool(header["session"]))
@@ -200,7 +206,11 @@ class Zygote:
         """Reset after a sandbox was released."""
         if self._home_is_used:
             self.forget()
-            self._fork_spares(_USUAL_PLACE)
+            self._fork_usual_spares()
+
+    def _fork_usual_spares(self) -> None:
+        if self._usual_place is not None:
+            self._fork_spares(self._usual_place)
 
     def forget(self) -> None:
         """End the sandbox's session and everything confined to its files, and remove the files."""

@@ -114,6 +114,11 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root", new)
 
 
+def syncfs(descriptor: int) -> None:
+    """Write everything on the file system of this open file to disk."""
+    _check(_libc.syncfs(descriptor), "syncfs")
+
+
 def prctl(option: int, *args: int | object) -> None:
     values = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     values += [ctypes.c_ulong(0)] * (4 - len(values))

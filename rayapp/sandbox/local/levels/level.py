@@ -32,6 +32,8 @@ class Place:
     writable: bool
     """True if our own code runs, not the candidate's: it may write to the home at every level."""
     disk_mib: int
+    image: str = ""
+    """Name of the image's tree that is the root of the file system; empty for a view of this machine's system."""
 
 
 class Level(Protocol):

@@ -49,6 +49,9 @@ class Limits:
     """Size of the private tmpfs, and of one file."""
     max_processes: int
     """Processes and threads."""
+    is_of_image: bool = False
+    """True for programs of an image: `memory_mib` limits their private data, as many reserve far more addresses than
+    they use (Go, Java, Node)."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -56,6 +59,7 @@ class Limits:
             "memory_mib": self.memory_mib,
             "disk_mib": self.disk_mib,
             "max_processes": self.max_processes,
+            "is_of_image": self.is_of_image,
         }
 
 
@@ -78,7 +82,10 @@ def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
     """
     bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
+        (
+            resource.RLIMIT_DATA if limits.is_of_image else resource.RLIMIT_AS,
+            mapped_bytes() + limits.memory_mib * MIB,
+        ),
         (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]

@@ -1,6 +1,7 @@
 """The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
 
-With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`.
+With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`. A zygote for sandboxes on images holds the
+folder of all images, hidden, and its executions enter one of them (`overlay.py`).
 
     started by us, unprivileged uid
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
@@ -11,7 +12,7 @@ the zygote ends the whole tree. Runs in the zygote only.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
-# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH211
+# ruff: noqa: PTH102, PTH103, PTH106, PTH112, PTH114, PTH115, PTH211
 from __future__ import annotations
 
 import ctypes
@@ -25,7 +26,16 @@ from rayapp.sandbox.local.inside.privileges import make_mount_point
 from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp
 from rayapp.sandbox.local.levels.level import Place
 from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, Usage, resource_bounds
-from rayapp.sandbox.local.levels.visible_files import DEVICES, LINKS, SYSTEM, View, spare_mount_point
+from rayapp.sandbox.local.levels.overlay import ImageMount
+from rayapp.sandbox.local.levels.visible_files import (
+    DEVICES,
+    LIBRARY_IN_IMAGES,
+    LINKS,
+    SYSTEM,
+    ImageView,
+    View,
+    spare_mount_point,
+)
 
 _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
@@ -35,6 +45,9 @@ NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
 """Folder for mounts below the machine's /tmp, numbered, to be shown again in each new /tmp."""
+_HIDDEN = "/.hidden"
+_IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
+"""Mount points of images, by `Place.home`."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -48,13 +61,20 @@ class Namespaces:
 
     num_spares = 2
 
-    def __init__(self, view: View, *, with_proc: bool, with_loopback: bool = False) -> None:
+    def __init__(
+        self, view: View, *, with_proc: bool, with_loopback: bool = False, images: ImageView | None = None
+    ) -> None:
         self.name = f"ns{'+proc' if with_proc else ''}{'+lo' if with_loopback else ''}"
         self._with_loopback = with_loopback
         self.listener: socket.socket | None = None
         self._view = view
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
+        self._images = images
+        self._mounts: dict[bool, ImageMount] = {}
+        """The images of the sandbox's files and of calls, by `Place.home`."""
+        self._mount: ImageMount | None = None
+        """The one that the last child was forked for."""
         self._disk_mib = 0
         """Size of /tmp; 0 while there is none."""
         self._tmp_is_new = False
@@ -74,8 +94,9 @@ class Namespaces:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns /proc/self, and the maps can't be written
         kernel.unshare(_ALL)
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        inner = (self._images.uid, self._images.gid) if self._images else (uid, gid)
+        Path("/proc/self/uid_map").write_text(f"{inner[0]} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{inner[1]} {gid} 1")
         _become_init()
         outer = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._enter_pid_namespace = [kernel.unshare_step(kernel.CLONE_NEWPID)]
@@ -99,6 +120,10 @@ class Namespaces:
         return pid
 
     def prepare(self, place: Place) -> None:
+        self._mount = self._mounts[place.home] if place.image else None
+        if self._mount:
+            self._mount.prepare(place)
+            return
         if not self._tmp_is_home and not (self._tmp_is_new and self._disk_mib == place.disk_mib):
             self._renew_tmp(place.disk_mib)
         self._tmp_is_home |= place.home
@@ -106,6 +131,10 @@ class Namespaces:
     def confine(self, place: Place) -> None:
         # A process group of its own: signals to group 0 cross the border of a pid namespace, up to the zygote.
         os.setsid()
+        if self._mount:
+            self._mount.enter(with_proc=self._with_proc)
+            kernel.take(self._mount.steps)
+            return
         own = self._mounts_of_its_own(place)
         if own:
             kernel.unshare(kernel.CLONE_NEWNS)
@@ -129,11 +158,15 @@ class Namespaces:
 
     def reset(self) -> None:
         self._tmp_is_home = self._tmp_is_new = False
+        for mount in self._mounts.values():
+            mount.forget()
 
     def sweep(self, session: int) -> bool:
         """End the execution; see `Level.sweep`. Its pid namespace died with its first process, so only /tmp is checked.
 
         That happens now, while /tmp is unused: the child after the next is forked while the next one runs."""
+        if self._mount:
+            return self._mount is self._mounts[True] or self._mount.is_untouched()
         if not self._tmp_is_home:
             self._tmp_is_new = self._untouched == _look_at_tmp()
         return self._tmp_is_home or self._tmp_is_new
@@ -183,8 +216,26 @@ class Namespaces:
             if not os.path.lexists(root + path):
                 os.symlink(target, root + path)
         if self._with_proc:
-            _keep_hidden_proc(root)
+            _keep_proc(root)
+        if self._images:
+            self._show_images(root, self._images)
+        _hide(root)
         self._change_root(root)
+
+    def _show_images(self, root: str, images: ImageView) -> None:
+        for folder in (*_IMAGE_MOUNTS.values(), "/dev/shm"):
+            os.mkdir(root + folder, 0o755)
+        library = root + LIBRARY_IN_IMAGES
+        _bind_read_only(self._view.library, library)
+        for name in ("site-packages", "dist-packages"):
+            if os.path.isdir(f"{library}/{name}"):
+                kernel.mount("tmpfs", f"{library}/{name}", "tmpfs", _PLAIN, "size=64k,mode=755")
+        trees = f"{root}{_HIDDEN}/trees"
+        _bind_read_only(images.trees, trees)
+        held = os.open(trees, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._mounts = {
+            home: ImageMount(folder, held, has_loopback=self._with_loopback) for home, folder in _IMAGE_MOUNTS.items()
+        }
 
     def _change_root(self, root: str) -> None:
         os.chdir(root)
@@ -217,16 +268,21 @@ def _tmpfs_options(disk_mib: int) -> str:
     return f"size={disk_mib * MIB},nr_inodes={_MAX_FILES},mode=700"
 
 
-def _keep_hidden_proc(root: str) -> None:
-    """Keep a /proc that no path leads to: the kernel lets a namespace mount a fresh /proc only if it holds a whole one.
+def _keep_proc(root: str) -> None:
+    """Keep a /proc, to be hidden: the kernel lets a namespace mount a fresh /proc only if it holds a whole one.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.
     """
-    hidden = Path(root, ".hidden")
-    (hidden / "proc").mkdir(parents=True)
-    kernel.mount("proc", str(hidden / "proc"), "proc", _PLAIN | kernel.MS_NOEXEC)
-    kernel.mount("tmpfs", str(hidden), "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
+    proc = f"{root}{_HIDDEN}/proc"
+    os.makedirs(proc)
+    kernel.mount("proc", proc, "proc", _PLAIN | kernel.MS_NOEXEC)
+
+
+def _hide(root: str) -> None:
+    """Cover the folder of the mounts that no path may lead to."""
+    os.makedirs(root + _HIDDEN, exist_ok=True)
+    kernel.mount("tmpfs", root + _HIDDEN, "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
 
 
 def _bind_system(root: str) -> None:

@@ -146,15 +146,22 @@ def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
     }
 
 
-def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
+_OWNERS = ("chown", "lchown", "fchown", "fchownat")
+"""Changing a file's owner. In an image all files belong to one user, and installers that run as root expect success."""
+
+
+def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: str | None = None) -> bytes:
     """Build the filter of one execution, on top of the standing one.
 
     Args:
         own_pid: its process id if there is no pid namespace: it may signal only itself and start threads, no processes.
+        is_of_image: the root of the file system is an image's.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
+    if is_of_image:
+        rules |= {name: no_effect() for name in _OWNERS}
     if own_pid is None:
         # Let it die when it kills itself: as pid 1 of its namespace the kernel would let it survive.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))

@@ -23,6 +23,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 HARBOR = ".harbor"
 """Folder in a sandbox's own folder that the links /app, /tests, /solution and /logs point into."""
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
+LIBRARY_IN_IMAGES = "/dev/.python"
+"""Place of the zygote's own standard library in sandboxes on images: theirs may have no Python."""
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 
@@ -41,6 +43,17 @@ class View:
 
     def sources(self) -> tuple[str, ...]:
         return (*SYSTEM, *self.extra())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageView:
+    """Images that a zygote's sandboxes can have as their root."""
+
+    trees: str
+    """Folder of the images' trees."""
+    uid: int
+    """The images' user, as the sandbox sees it: the owner of all files."""
+    gid: int
 
 
 def of_this_interpreter(packages: Sequence[str]) -> View:
