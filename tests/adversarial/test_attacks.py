@@ -20,8 +20,7 @@ import pytest_asyncio
 
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.local.canary import Canary
-from rayapp.sandbox.local.doctor import Attack, load_attacks, try_attack
+from rayapp.sandbox.local.doctor import Attack, Canary, load_attacks, try_attack
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from support.levels import EACH_LEVEL
@@ -51,7 +50,7 @@ UNISOLATED = f"""
 import asyncio, json, sys
 sys.path.insert(0, {str(ROOT)!r})
 from rayapp.sandbox.local.doctor import load_attacks
-from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.doctor import Canary
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.core.types import SandboxSpec
 

@@ -498,7 +498,7 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/runs/view/server.py": "view",
-    "rayapp/sandbox/local/canary.py": OURS,
+    "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
