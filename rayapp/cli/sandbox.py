@@ -37,6 +37,7 @@ from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.images.reference import parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.doctor import format_report, load_attacks, run_doctor
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
@@ -62,10 +63,12 @@ def doctor(
         bool, typer.Option("--all", help="Also run the slow attacks: loops, floods, memory and fork bombs")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object")] = False,
+    image: Annotated[str, typer.Option(help="Attack a sandbox on this image, e.g. python:3.12-slim")] = "",
 ) -> None:
     """Attack this node's isolation and print its level and the result of each check."""
     families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
-    report = run_until_done(run_doctor(levels=_levels(level), families=families))
+    template = parse(image).template if image else ""
+    report = run_until_done(run_doctor(levels=_levels(level), families=families, template=template))
     print(json.dumps(dataclasses.asdict(report)) if as_json else visible(format_report(report)))
     if report.level == "none":
         raise typer.Exit(2)

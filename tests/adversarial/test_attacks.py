@@ -24,6 +24,7 @@ from rayapp.sandbox.local.canary import Canary
 from rayapp.sandbox.local.doctor import Attack, load_attacks, try_attack
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
+from support.images import MachineImages
 from support.levels import EACH_LEVEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,3 +136,19 @@ def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedP
     )
     assert done.stdout, done.stderr
     return done
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("kind", ["plain", pytest.param("python", marks=pytest.mark.long)])
+async def test_sandboxes_on_images_hold_too(kind: str, images: MachineImages) -> None:
+    provider = images.provider(getattr(images, kind), levels=("ns+proc", "ns"))
+    try:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
+        attacks = [each for each in ATTACKS if each.is_for(sandbox.isolation) and not each.only_without_image]
+        with Canary(sandbox.slot) as canary:
+            checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
+    finally:
+        await provider.close()
+
+    assert [check for check in checks if not check.passed] == []
+    assert len(checks) > 60
