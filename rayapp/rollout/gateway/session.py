@@ -102,7 +102,7 @@ class _Turn:
     """A recorded turn."""
 
     number: int
-    """Its index in `Recorder.turns`."""
+    """Index of the turn in `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""

@@ -95,7 +95,7 @@ class SdkService:
         while pages.has_next:
             try:
                 found = await pages.next_items()
-            except Exception as error:  # boundary: as above
+            except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
                 raise control_error(error, "list") from error
             for info in found:
                 yield info.sandbox_id
@@ -103,7 +103,7 @@ class SdkService:
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         try:
             await AsyncSandbox.kill(sandbox_id, request_timeout=timeout_s, **self._options)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "kill") from error
 
     async def is_running(self, sandbox_id: str) -> bool:
@@ -116,7 +116,7 @@ class SdkService:
             info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
         except e2b.NotFoundException:
             return False
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "get_info") from error
         return bool(info.state == SandboxState.RUNNING)
 
@@ -128,7 +128,7 @@ class SdkService:
             )
         except e2b.NotFoundException as error:
             raise SandboxGoneError(f"sandbox {sandbox_id} is gone: {error}") from None
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "set_timeout") from error
 
     def channel(self, connection: Connection) -> E2BChannel:
