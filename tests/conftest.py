@@ -268,6 +268,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def images() -> Iterator[Any]:
+    """Images with this machine's programs; see `support.images`."""
+    from support.images import machine_images
+
+    with machine_images() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two task files."""
     folder = tmp_path_factory.mktemp("tasks")

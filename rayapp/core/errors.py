@@ -13,7 +13,8 @@
     │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
     │   ├── SandboxProtocolError        the provider answered something that makes no sense
     │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
-    │   └── IsolationUnavailableError   this node can't isolate model-written code
+    │   │   ├── ImageError              an image is missing, damaged, too large, or for another platform
+    │   │   └── IsolationUnavailableError   this node can't isolate model-written code
     ├── EngineError                     a vLLM server can't generate
     │   ├── EngineDeadError             its process is gone
     │   └── StaleVersionError           it holds another policy version than the caller requires
@@ -129,6 +130,10 @@ class SandboxProtocolError(SandboxError):
 
 class SandboxConfigError(SandboxError, UserError):
     """Wrong key, template, endpoint or permission: retrying can't help, so the run stops with this message."""
+
+
+class ImageError(SandboxConfigError):
+    """An image is missing, damaged, too large, or for another platform."""
 
 
 class IsolationUnavailableError(SandboxConfigError):

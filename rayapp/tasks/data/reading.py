@@ -133,8 +133,8 @@ class TrainingData:
         self._encode = encode
         if check_agent is not None:
             _check_agents(groups, check_agent)
-        if truth_kind is not None:
-            check_truths(groups, truth_kind)
+        self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
+        """Languages, besides Python, of the programs that the rows ask for; empty if no `truth_kind` was given."""
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
