@@ -53,7 +53,7 @@ class SdkService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # With this key, retries (the SDK's, and ours after a lost answer) return the same sandbox, not a second one.
+        # With this key, retries (the SDK's own, and those after a lost answer) return the same sandbox.
         key = str(uuid.uuid4())
         try:
             return await self._create(spec, labels, ttl_s, timeout_s, key)
@@ -83,7 +83,7 @@ class SdkService:
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
-            # The SDK does not expose these two, and a worker that attaches needs them.
+            # The SDK does not expose two of these fields, which a worker needs to connect to the sandbox.
             token=made._envd_access_token or "",  # noqa: SLF001
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001

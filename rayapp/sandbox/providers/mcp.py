@@ -123,12 +123,12 @@ class McpChannel:
         return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        # The watcher sets the spec's environment itself, so only the one argument that every server knows is needed.
+        # Pass only `cmd`, the argument that every server has: the watcher sets the spec's environment itself.
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
-        # Run it in a separate interpreter: the server's is a notebook's, which captures prints in its own way.
+        # Run the program in a separate interpreter: the server's own is a notebook kernel, which captures prints.
         code = (
             "import os, subprocess, sys\n"
             f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
