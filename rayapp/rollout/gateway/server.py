@@ -241,7 +241,7 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
     except RefusedError:
         raise
     except Exception as error:  # boundary: an agent may send anything
-        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error:.200}") from error
+        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:

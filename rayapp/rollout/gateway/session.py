@@ -399,7 +399,7 @@ class Session:
             raise
         except RayappError as error:
             if sampling.json_schema and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
-                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error:.300}") from error
+                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error!s:.300}") from error
             self.fail(error)
             raise RefusedError("engine", f"the engine failed: {type(error).__name__}") from error
         finally:
