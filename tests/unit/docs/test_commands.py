@@ -144,6 +144,7 @@ ELSEWHERE = (
     How(begins="rayapp data prepare gsm8k --source /data/raw", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp data prepare humaneval", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare taco", test="tests/unit/tasks/test_code_data.py"),
+    How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp config import-verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
     How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),
