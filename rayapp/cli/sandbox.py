@@ -236,7 +236,7 @@ def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
     if level not in (known := LEVELS + LOOPBACK_LEVELS):
-        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
+        raise InputError(f"unknown level {level!r}; use one of {', '.join(known)}")
     return (level,)
 
 
@@ -284,7 +284,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     """Return a sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
-            f"provider {unknown[0]!r} can't list the sandboxes of another process; there are: {', '.join(KINDS)}"
+            f"provider {unknown[0]!r} can't list the sandboxes of another process; use one of {', '.join(KINDS)}"
         )
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
@@ -321,7 +321,7 @@ async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, st
     finally:
         await asyncio.gather(*(provider.close() for provider in providers.values()))
     if not found:
-        print(f"nothing to end at {', '.join(providers)}", file=sys.stderr)
+        print(f"no sandbox to end at {', '.join(providers)}", file=sys.stderr)
     errors = [each.error for each in found if each.error is not None]
     if any(isinstance(error, SandboxConfigError) for error in errors):
         return EXIT_CONFIG
@@ -356,7 +356,7 @@ def choose_provider(
         InputError: the provider doesn't support a given option.
     """
     if kind not in PROVIDERS:
-        raise SandboxConfigError(f"unknown provider {kind!r}; there are: {', '.join(PROVIDERS)}")
+        raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(f"--url is the endpoint of an MCP server; for {kind} name it in a --config")
     if kind == "local":

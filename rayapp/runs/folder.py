@@ -105,7 +105,7 @@ class RunFolder:
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
-                "folder, or go on with run.resume=auto."
+                "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:

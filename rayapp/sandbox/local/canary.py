@@ -1,4 +1,4 @@
-"""Decoys on this machine that candidate code must neither reach nor change; attacks try, then the decoys are checked.
+"""Decoys on this machine that candidate code must neither reach nor change: attacks try to, then decoys are checked.
 
     with Canary(slot) as canary:  facts -> attack;  canary.damage() -> list of changes
 
@@ -77,7 +77,7 @@ class Canary:
     def damage(self) -> list[str]:
         """Return the changes that attacks have made to the decoys; empty if there are none.
 
-        Leftovers of an execution are killed just after its answer is sent, so this waits a moment for that.
+        Processes that an execution leaves behind are killed just after its answer is sent, so this waits a moment.
         """
         until = time.monotonic() + _SETTLED_AFTER_S
         while (found := self._differences()) and time.monotonic() < until:
@@ -146,10 +146,10 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
 
 
 def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
-    """Count processes of the sandbox's user besides the zygote's own; 0 if it shares its user id.
+    """Count processes of the sandbox's user besides the zygote's own. Return 0 if other programs share its user id.
 
-    The zygote's own are the process that was started, a second one inside namespaces, the template, and the template's
-    children that wait for the next jobs.
+    The zygote's own processes are the one that was started, a second one inside namespaces, the template, and the
+    template's children that wait for the next jobs.
     """
     if uid == os.getuid():
         return 0  # this user has other processes, which come and go

@@ -1,8 +1,8 @@
-"""Checks that a used sandbox looks as it did when it was new, before it is leased again.
+"""Checks that a used sandbox is in the same state as when it was new, before it is leased again.
 
-The check compares everything that a candidate can leave behind: processes, and files where its user may write. The
-check program runs in the sandbox, so a candidate that controls the interpreter there can make it lie. Therefore
-sandboxes serve once unless `max_uses` says otherwise, and verdicts never rest on a sandbox's claims.
+The check compares what a candidate can leave behind: processes, and files where its user may write. The check program
+runs in the sandbox, so a candidate that controls the interpreter there can forge its output. Therefore a sandbox is
+used once unless `max_uses` allows more, and a verdict never depends on what a sandbox reports about itself.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).
 print("look:" + (look if is_whole else os.urandom(32).hex()))
 """
 MOST_FILES = 50_000
-"""A sandbox with more files serves once: reading its disk would take longer than making another sandbox."""
+"""Maximum files of a sandbox that is checked. A sandbox with more is used once: reading its disk would take longer than
+making another sandbox."""
 _ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
 
 
 def look_program(most_files: int) -> str:
-    """Return the check program: it prints `look:` and 64 hex digits."""
+    """Return the source of the check program, which prints `look:` and 64 hex digits."""
     return _LOOK.replace("MOST_FILES", str(most_files))
 
 
 async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
-    """Return a hash of the processes and files in a sandbox; never the same twice if there are more than MOST_FILES.
+    """Return a hash of the processes and files in a sandbox. With more than MOST_FILES files it differs at every call.
 
     Raises:
         SandboxError: the check failed.

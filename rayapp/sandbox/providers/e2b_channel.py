@@ -44,7 +44,7 @@ from rayapp.sandbox.verdict.program import command_of, shell_command
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
-"""Makes the SDK's configuration from one sandbox's headers."""
+"""Function that makes the SDK's configuration from one sandbox's headers."""
 
 
 class _Counted:
@@ -111,7 +111,7 @@ class E2BChannel:
                 text,
                 on_stdout=lambda message: out(message.line),
                 on_stderr=lambda message: err(message.line),
-                # Longer than our deadline: a time limit of the SDK would hide whether the code or the network was slow.
+                # Longer than the call's own deadline: the SDK's error would not show whether code or network was slow.
                 timeout=timeout_s + 60.0,
             )
             failed = (await self._guard(call, "run_code")).error

@@ -227,7 +227,7 @@ async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sand
         "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
     ]
     assert right.said == []
-    assert "nothing to hold it against" in (await of_task(sandboxes)).reports[0].notes["reference"]
+    assert "not checked: there is no demonstration" in (await of_task(sandboxes)).reports[0].notes["reference"]
     assert "reference" not in right.reports[0].notes
 
 

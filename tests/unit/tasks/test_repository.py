@@ -276,8 +276,8 @@ def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (spoil("environment/Dockerfile", "FROM python:3\nWORKDIR /srv\n"), "its folder is /srv"),
-        (spoil("task.toml", '[environment]\nworkdir = "/srv"\n'), "its folder is /srv"),
+        (spoil("environment/Dockerfile", "FROM python:3\nWORKDIR /srv\n"), "its working folder is /srv"),
+        (spoil("task.toml", '[environment]\nworkdir = "/srv"\n'), "its working folder is /srv"),
         (spoil("task.toml", '[environment]\ndocker_image = "a/b"\n'), "task.toml names it"),
         (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
         (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
@@ -350,8 +350,8 @@ def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
     ("change", "message"),
     [
         (spoil("instruction.md", " "), "instruction.md is empty"),
-        (spoil("task.toml", None), "there is no task.toml in it"),
-        (spoil("tests", None), "there is no tests in it"),
+        (spoil("task.toml", None), "it has no task.toml"),
+        (spoil("tests", None), "it has no tests"),
         (spoil("task.toml", "[verifier"), "task.toml is not TOML"),
         (spoil("task.toml", "[verifier]\ntimeout_sec = -1"), "task.toml: .*timeout_sec"),
         (spoil("task.toml", "[metadata.rayapp]\nscores = 1"), "task.toml: .*scores"),
@@ -359,9 +359,12 @@ def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
         (spoil("tests/test_hidden.py", "def test_x(:"), "tests/test_hidden.py is not Python"),
         (
             spoil("tests/test_hidden.py", "def test_x():\n    for a in [1]:\n        assert a == 1"),
-            "line 3: its expected",
+            "line 3: an assert inside another statement",
         ),
-        (spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"), "line 2: an assert compares with a literal"),
+        (
+            spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"),
+            "line 2: an assert must compare with a literal",
+        ),
         (spoil("tests/test_hidden.py", "def test_x(tmp_path):\n    assert f(1) == 2"), "line 1: marks, fixtures"),
         (spoil("tests/test_hidden.py", "def test_x():\n    f(1)"), "line 1: the test asserts nothing"),
         (
@@ -386,17 +389,17 @@ def test_a_test_script_is_refused_with_its_risk_and_the_way_to_accept_it(folder:
     if name == "test.sh":
         (folder / "tests" / "test_outputs.py").unlink()
 
-    with pytest.raises(InputError, match=r"tests/test.sh would run beside .* could forge its reward") as told:
+    with pytest.raises(InputError, match=r"tests/test.sh runs beside .* could forge the reward") as told:
         load_task(str(folder))
-    assert "name the folder FOLDER?trust_test_scripts=true, and audit it first" in str(told.value)
-    with pytest.raises(InputError, match=r"has the option trust_test_scripts=true, not 'trust=1'"):
+    assert "write the task's name as FOLDER?trust_test_scripts=true; audit the task first" in str(told.value)
+    with pytest.raises(InputError, match=r"unknown option 'trust=1': a task folder has only trust_test_scripts=true"):
         load_task(f"{folder}?trust=1")
 
 
 def test_a_script_gets_no_variable_of_this_machine(folder: Path) -> None:
     (folder / "task.toml").write_text('[verifier.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\n')
 
-    with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY is a variable of this machine's"):
+    with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY takes its value from an environment variable"):
         trusted(folder)
 
 
@@ -536,6 +539,6 @@ async def test_an_audit_goes_on_after_tasks_that_can_not_be_run_here(sandboxes: 
     image, broken, sound = await audit(few, sandboxes, runs=1)
 
     assert [finding.check for finding in image.findings + broken.findings] == ["verdict", "verdict"]
-    assert "its Dockerfile, line 2, `RUN pip install numpy`: nothing is built" in image.findings[0].detail
+    assert "its Dockerfile, line 2, `RUN pip install numpy`: rayapp builds no images" in image.findings[0].detail
     assert "tests" in broken.findings[0].detail
     assert (sound.task, sound.solution, sound.findings) == ("c_sound", "1/1", ())
