@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from rayapp.cli import config, data, doctor, images, jobs, model, plan, sandbox, score, serve, task, train, trying, view
+from rayapp.cli import config, data, doctor, jobs, model, plan, sandbox, score, serve, task, train, trying, view
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.kuberay import command as kuberay
@@ -59,7 +59,7 @@ def _program(
 
 
 GROUPS = {
-    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "images": images,
+    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox,
 }  # fmt: skip
 for command in (
     train,
@@ -75,6 +75,7 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(sandbox.images_app, name="images")
 
 
 def _show_as_written(typed: typer.Typer) -> None:
