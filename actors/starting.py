@@ -344,7 +344,7 @@ class WorkerMember(_WatchedActor):
             await self.pool.reclaim(self.handle.name)
         except (ProcessDiedError, DeadlineError) as error:
             # The pool is being replaced too, and a new one has no leases.
-            log.warning("%s: nothing to reclaim: %s", self.handle.name, error)
+            log.warning("%s has no leases to reclaim: %s", self.handle.name, error)
         await self.handle.ready(self.start_timeout_s)
 
 

@@ -190,7 +190,7 @@ async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSour
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if group.prompt.source not in by_source:
             raise InputError(
-                f"trajectories of {run.uri} are of source {group.prompt.source!r}, but those of the config are "
+                f"trajectories of {run.uri} are of source {group.prompt.source!r}, but the config's sources are "
                 f"{', '.join(map(repr, by_source))}"
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))

@@ -182,8 +182,8 @@ def _whole(path: Path, config: Config) -> Checkpoint:
     found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
     if path.name not in found:
         raise InputError(
-            f"checkpoint {path} is not whole: its {MANIFEST} is missing or names files that are not there as written. "
-            f"Whole ones there: {', '.join(found) or 'none'}."
+            f"checkpoint {path} is incomplete: its {MANIFEST} is missing, or a file that it names is missing or "
+            f"changed. Complete checkpoints of this run: {', '.join(found) or 'none'}."
         )
     if wrong := damage(path):
         raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Choose another checkpoint.")
@@ -197,6 +197,8 @@ def _convert(path: Path, out: Path) -> None:
 
     file = path.parent.parent / "config.yaml"
     if not file.is_file():
-        raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
-                         "model, is not there: evaluate it in its run folder")  # fmt: skip
+        raise InputError(
+            f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base model, is "
+            "missing: evaluate the checkpoint in its run folder"
+        )
     checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)

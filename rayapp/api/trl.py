@@ -210,7 +210,7 @@ def _environment(
         objects[f"{PREFIX}trl_rewards"] = weighted
         task["reward"] = f"{PREFIX}trl_rewards"
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(task), encoding="utf-8")  # JSON is also valid YAML
     return {"tasks": [str(file)]}
 
 
@@ -352,7 +352,7 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
     }  # fmt: skip
     if value not in names or more:
         also = f" with lr_scheduler_kwargs {more}" if more else ""
-        raise ConfigError(f"{key} = {value!r}{also} can't be imported; known here are: {', '.join(names)}")
+        raise ConfigError(f"{key} = {value!r}{also} can't be imported; supported are: {', '.join(names)}")
     settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
     return Landing(settings=settings)
 
@@ -410,7 +410,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
     if value not in _LOSSES or (by_sequence and value != "grpo"):
         level = " with importance_sampling_level='sequence'" if by_sequence else ""
         raise ConfigError(
-            f"{key} = {value!r}{level} can't be imported; known here are: {', '.join(_LOSSES)}; grpo by sequence"
+            f"{key} = {value!r}{level} can't be imported; supported are: {', '.join(_LOSSES)}; grpo by sequence"
         )
     settings = {f"algorithm.{name}": setting for name, setting in _LOSSES[value].items()}
     if by_sequence:
@@ -452,8 +452,8 @@ def _correction(key: str, value: Any, values: Values) -> Landing:
     top = cap if cap is not None else values["vllm_importance_sampling_clip_max"]
     if top is None or level not in ("token", "sequence") or (kind == "truncate" and floor is not None):
         raise ConfigError(
-            f"{key} = {value!r} with clip_min = {floor}, clip_max = {top} can't be imported: weights need a clip_max "
-            "and only masks take a clip_min"
+            f"{key} = {value!r} with clip_min = {floor}, clip_max = {top} can't be imported: weights need a clip_max, "
+            "and only masks may have a clip_min"
         )
     settings = {f"{section}.level": level, f"{section}.threshold": float(top)}
     if kind == "mask":
@@ -596,7 +596,7 @@ FIELDS: dict[str, Rule] = {
     "vllm_mode": _gpus,
     "vllm_tensor_parallel_size": no_effect("goes with vllm_mode"),
     "vllm_gpu_memory_utilization": to("server.gpu_memory_utilization", float),
-    "vllm_model_impl": only("vllm", why="servers take vLLM's own implementation"),
+    "vllm_model_impl": only("vllm", why="servers use vLLM's own implementation"),
     "vllm_enable_sleep_mode": no_effect("colocated servers always sleep while learners train"),
     **_all(
         no_effect("the run starts its servers itself"),
@@ -646,7 +646,7 @@ FIELDS: dict[str, Rule] = {
     "save_strategy": no_effect("goes with save_steps"),
     "save_total_limit": optional("checkpoint.keep_last", int),
     "save_only_model": only(
-        False, why="a checkpoint is there to resume from; checkpoint.save_contents says what is in it"
+        False, why="a checkpoint must have the optimizer to resume; checkpoint.save_contents sets its contents"
     ),
     "load_best_model_at_end": only(False, why="set checkpoint.keep_best"),
     "resume_from_checkpoint": _resume,

@@ -163,8 +163,10 @@ def from_run(
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
     max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
-    first_step: Annotated[int, typer.Option(min=1, help="Take steps from this one on")] = 1,
-    last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
+    first_step: Annotated[int, typer.Option(min=1, help="First step to take trajectories from")] = 1,
+    last_step: Annotated[
+        int | None, typer.Option(min=1, help="Last step to take trajectories from; default: the last of the run")
+    ] = None,
 ) -> None:
     """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
     from rayapp.runs.trajectories import Selection, select_from_run

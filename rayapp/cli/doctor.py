@@ -106,7 +106,9 @@ def machine() -> Iterator[Finding]:
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none set, none needed here")
+    yield Finding(
+        "ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and none is needed on this machine"
+    )
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
@@ -124,7 +126,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
-        yield Finding("ok", "config", f"{config.run.name} can run here")
+        yield Finding("ok", "config", f"{config.run.name} can run on this machine")
 
 
 def metrics_port(port: int) -> Finding:

@@ -97,7 +97,7 @@ def _external_agents_fit(config: Keys) -> None:
         if all(is_given) or not any(is_given):
             raise ValueError(
                 f"{where}agent.name is external_agent, and agent.external has "
-                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give one "
                 "(docs/agents.md)."
             )
         if external.inside and external.entry:
@@ -160,8 +160,8 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
         judge, deadline_s = judges[name], own.group_deadline_s
         if judge.reference and not own.uses_data:
             raise ValueError(
-                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
-                "ask this judge about rows of data."
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show. Leave reference "
+                "out, or use this judge for rows of data."
             )
         if judge.kind == "pairwise" and own.rollout.group_size < 2:
             raise ValueError(
@@ -212,13 +212,15 @@ def _dapo_fits(config: Keys) -> None:
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
             "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
-            "would choose what the teacher alone trains. Turn it off, or give rewards a weight."
+            "that have no weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
-            f"algorithm.dynamic_sampling drops groups of equal rewards, which teach {estimator} something: its "
-            "baseline is not the mean of the group's rewards. Turn it off, or use grpo."
+            f"algorithm.dynamic_sampling drops groups of equal rewards, from which {estimator} still learns, because "
+            "its baseline is not the mean of the group's rewards. Set algorithm.dynamic_sampling.enabled: false, or "
+            "use grpo."
         )
 
 

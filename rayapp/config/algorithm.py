@@ -124,8 +124,8 @@ def _check_rejection(options: Options) -> None:
     if len(whole) != len(criteria) or not all(map(_is_limit, criteria, whole)):
         raise ValueError(
             f"algorithm.policy_loss_options.rollout_rs_threshold is {options['rollout_rs_threshold']!r}: give one "
-            "positive number for all criteria of rollout_rs or one for each; those that end in k1 also take a range "
-            "such as 0.5_2."
+            "positive number for all criteria of rollout_rs, or a number for each; criteria that end in k1 may also "
+            "have a range such as 0.5_2."
         )
 
 

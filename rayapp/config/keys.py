@@ -52,8 +52,8 @@ SLOWEST_TOKEN_S = 0.25
 """Upper bound of a healthy server's seconds per token in a full batch: 20 times the seconds of an 8B model on an
 H100."""
 LACKS_BASELINE = (
-    "rollout.group_size is 1, so a trajectory is compared with no other, and its reward is its advantage: rewards that "
-    "are never negative only make answers likelier. Raise it, e.g. to 8."
+    "rollout.group_size is 1, so a trajectory is not compared with others, and its reward is its advantage: rewards "
+    "that are never negative only make answers likelier. Raise rollout.group_size, e.g. to 8."
 )
 """Warning for a config that `lacks_baseline`."""
 

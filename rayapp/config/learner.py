@@ -117,7 +117,7 @@ class LearnerSection(FrozenModel):
         for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
             if self.num_learners % size:
                 raise ValueError(
-                    f"learner.num_learners is {self.num_learners}, which learner.{key} = {size} does not divide. Use a "
-                    f"multiple of {size} learners."
+                    f"learner.num_learners is {self.num_learners}, which is no multiple of learner.{key} = {size}. Use "
+                    f"a multiple of {size} learners."
                 )
         return self

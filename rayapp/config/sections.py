@@ -107,8 +107,8 @@ class RolloutSection(FrozenModel):
         if found:
             raise ValueError(
                 f"{', '.join(found)} would bias training: the engine would sample from another distribution than the "
-                "one of which the learner computes log-probs. Leave it out. (temperature is allowed: engine and "
-                "learner both apply it.)"
+                "learner computes log-probs of. Leave this key out. (temperature is allowed: engine and learner both "
+                "apply it.)"
             )
         return values
 

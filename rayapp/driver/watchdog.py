@@ -116,7 +116,7 @@ class Watchdog:
     async def _stop(self, stalled_s: float) -> None:
         self._has_stalled = True
         end_process_after(self._leave_s)
-        what = f"nothing was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g})."
+        what = f"no group or phase was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g})."
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
             f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "

@@ -92,7 +92,7 @@ def check_same_training(config: Config, stored: Path) -> None:
     if old := renamed_keys(made_with):
         raise RunFolderError(
             f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
-            f"{next(iter(old.values()))}: go on with that version, or choose another run.name."
+            f"{next(iter(old.values()))}: continue with the older version, or choose another run.name."
         )
     now = dict(_flat(config.model_dump(mode="json")))
     # A key unknown to the run's version had its default value.
@@ -113,7 +113,9 @@ def check_same_training(config: Config, stored: Path) -> None:
             f"run.allow_changed='[{', '.join(refused)}]'."
         )
     for line in changed.values():
-        log.warning("the run resumes with a changed %s. From here on it does not repeat to the last bit.", line)
+        log.warning(
+            "the run resumes with a changed %s. From this step on the run does not repeat to the last bit.", line
+        )
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:
@@ -161,8 +163,8 @@ def check_format_text(text: bytes, where: str) -> None:
         ) from None
     if found > FORMAT:
         raise RunFolderError(
-            f"{where} was written by a newer version ({writer}, format {found}); this one reads format {FORMAT}. "
-            "Nothing was changed: use that version."
+            f"{where} was written by a newer version ({writer}, format {found}); this version reads format {FORMAT}. "
+            "Nothing was changed: use the newer version."
         )
 
 
@@ -242,7 +244,7 @@ class RunFolder:
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
-                "folder, or go on with run.resume=auto."
+                "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:

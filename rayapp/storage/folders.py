@@ -55,7 +55,9 @@ class Manifest:
         try:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
-                raise StorageError(f"{where}: written by another version (format {raw['format']}, this reads {FORMAT})")
+                raise StorageError(
+                    f"{where}: written by another version (format {raw['format']}, this version reads {FORMAT})"
+                )
             files = {
                 check_key(key): ObjectInfo(key=key, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
                 for key, entry in raw["files"].items()

@@ -34,7 +34,7 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.environments.openenv import OpenEnvScene
+from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
@@ -391,10 +391,10 @@ async def _hidden_tests(tokenizer: Any) -> None:
 async def _environment(tokenizer: Any) -> None:
     nobody: Any = None
     environment: Any = SimpleNamespace(url="http://it")
-    scene = OpenEnvScene(session=nobody, environment=environment, takes_calls=False)
+    episode = OpenEnvEpisode(session=nobody, environment=environment, takes_calls=False)
     for text in ("[" * 2_000_000, '{"data": {"observation": ' + "[" * 900_000, json.dumps({"data": [0] * 500_000})):
         with pytest.raises(ToolUnavailableError):
-            scene._read(text)
+            episode._read(text)
 
 
 async def _answer_files(tokenizer: Any) -> None:

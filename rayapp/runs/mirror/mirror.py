@@ -376,7 +376,7 @@ class RunMirror:
         # An outage is over only after bytes were uploaded.
         if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
             self._stuck_at = None
-            log.warning("uploads to %s go on", self.uri)
+            log.warning("uploads to %s work again", self.uri)
 
     async def _send_rest(self, uploader: Uploader) -> None:
         async def everything() -> None:
@@ -473,5 +473,5 @@ def _unfinished(mirror: RunMirror, folder: Path, left: dict[str, int]) -> str:
     why = f" Last: {mirror.trouble}." if mirror.trouble else ""
     return (
         f"{len(left)} files or folders ({sum(left.values()) / 1e6:.1f} MB) are not in {mirror.uri}: {names}. They are "
-        f"safe in {folder}.{why} When that is mended, finish with: rayapp sync {folder}"
+        f"safe in {folder}.{why} Remove the cause, then finish with: rayapp sync {folder}"
     )

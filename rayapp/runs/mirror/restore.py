@@ -173,13 +173,13 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         return ledger
     if ledger is not None and generation == 1:
         raise RunFolderError(
-            f"{storage.uri} holds no run, but {folder} holds one that was written there. Delete {folder} to start "
+            f"{storage.uri} holds no run, but {folder} holds a run that was uploaded to it. Delete {folder} to start "
             "over, or choose another run.name."
         )
     if must_be_new and (await storage.exists(METRICS) or await whole_checkpoints(storage)):
         raise RunFolderError(
-            f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete it there, or "
-            "go on with run.resume=auto."
+            f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete the stored "
+            "run, or continue it with run.resume=auto."
         )
     if ledger is not None or _has_files(folder):
         _set_aside(folder)

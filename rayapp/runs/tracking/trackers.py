@@ -143,8 +143,8 @@ def check_packages(chosen: Sequence[str]) -> None:
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"tracking.trackers names {', '.join(missing)}, but the package is not installed here: "
-            f"pip install {' '.join(missing)}, or leave it out"
+            f"tracking.trackers names {', '.join(missing)}, but the package is not installed: pip install "
+            f"{' '.join(missing)}, or remove the tracker"
         )
 
 

@@ -161,7 +161,7 @@ def open_source(uri: str) -> RunSource:
     if source.stamp("config.yaml") is None and source.stamp("metrics.jsonl") is None and not source.step_files():
         raise InputError(
             f"{uri} is not a run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
-            "Give the folder of a run, e.g. outputs/coding_cpu, or one that holds runs, e.g. outputs"
+            "Give the folder of a run, e.g. outputs/coding_cpu, or a folder of runs, e.g. outputs"
         )
     version = source.read_bytes(FORMAT_FILE)
     if version is not None:

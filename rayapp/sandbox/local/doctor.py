@@ -3,9 +3,9 @@
     battery/*.yaml (a file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> things reached
     for each level: start a zygote -> for each attack: run it, judge it, run an honest program -> IsolationReport
 
-An attack returns the things that it reached: an empty list means that everything was refused. An attack that is broken
-also returns one, so the tests run each attack without isolation too, where it must reach something (`unisolated:
-must-reach`). The doctor changes nothing on the node except through attacks on a sandbox that does not hold.
+An attack returns the things that it reached: an empty list means that everything was refused. A broken attack also
+returns an empty list, so the tests run each attack without isolation too, where it must reach something (`unisolated:
+must-reach`). The doctor changes nothing on the node, unless an attack breaks out of its sandbox.
 
 `Canary` makes decoys on this machine that candidate code must neither reach nor change: a secret file, folders and
 files that everyone may write, listening sockets of every kind, shared memory, and a neighbour: a process of the
@@ -93,7 +93,7 @@ class Canary:
     def damage(self) -> list[str]:
         """Return the changes that attacks have made to the decoys; empty if there are none.
 
-        Leftovers of an execution are killed just after its answer is sent, so this waits a moment for that.
+        Processes that an execution leaves behind are killed just after its answer is sent, so this waits a moment.
         """
         until = time.monotonic() + _SETTLED_AFTER_S
         while (found := self._differences()) and time.monotonic() < until:
@@ -162,10 +162,10 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
 
 
 def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
-    """Count processes of the sandbox's user besides the zygote's own; 0 if it shares its user id.
+    """Count processes of the sandbox's user besides the zygote's own. Return 0 if other programs share its user id.
 
-    The zygote's own are the process that was started, a second one inside namespaces, the template, and the template's
-    children that wait for the next jobs.
+    The zygote's own processes are the one that was started, a second one inside namespaces, the template, and the
+    template's children that wait for the next jobs.
     """
     if uid == os.getuid():
         return 0  # this user has other processes, which come and go
@@ -226,7 +226,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 reached = []
 
 def attempt(what, action):
-    """Run it, and note what worked. A refusal is what we hope for; any other error is a broken program."""
+    """Call `action`; if it succeeds, append `what` to `reached`. OSError and IndexError mean that it was refused; any
+    other error means that the attack is broken."""
     try:
         action()
     except (OSError, IndexError):
@@ -234,7 +235,7 @@ def attempt(what, action):
     reached.append(what)
 
 def text_of(path):
-    """Of a file that may be out of reach."""
+    """Return a file's text; empty if the file can't be read."""
     try:
         return open(path, "rb").read().decode(errors="replace")
     except OSError:
@@ -250,14 +251,14 @@ def fail():
     raise PermissionError
 
 def call(name, *args):
-    """A function of libc."""
+    """Call a function of libc; raise OSError if it returns -1."""
     result = getattr(_libc, name)(*args)
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 def syscall(name, *args):
-    """A system call by its name. One that this architecture lacks counts as refused."""
+    """Make a system call by its name. A call that this architecture lacks counts as refused."""
     if name not in NUMBERS:
         raise PermissionError(name)
     result = _libc.syscall(ctypes.c_long(NUMBERS[name]), *args)
@@ -275,16 +276,17 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Required end of an attack if the sandbox holds. All given fields apply; by default it returns an empty list."""
+    """Required end of an attack if the sandbox holds. All given fields apply. Without fields the attack must return an
+    empty list."""
 
     stopped: tuple[str, ...] = ()
-    """Causes for one of which the sandbox must have stopped it."""
+    """Causes: the sandbox must have stopped the attack for one of them."""
     ended: bool = False
     """True if the attack may end in any way, as long as it returns nothing."""
     any_end: bool = False
     """True if the attack may return anything: only the state afterwards counts."""
     within_s: float | None = None
-    """Most seconds of wall clock; None allows as much as code with this time limit may take on a busy machine."""
+    """Maximum seconds of wall clock; None allows as many as code with this time limit may take on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,13 +299,15 @@ class Attack:
     because: str = ""
     """Reason for the attack, or for leaving a level out."""
     levels: tuple[str, ...] = LEVELS
-    """Levels that must withstand it, each with and without a loopback unless it names one."""
+    """Levels that must withstand the attack. A name without `+lo` covers the level with and without a loopback."""
     unisolated: Literal["must-reach", "may-fail", "never"] = "must-reach"
     """Required result without isolation, as an ordinary user: reaches something; may fail; must not be run."""
     needs: tuple[str, ...] = ()
-    """Canary parts that it needs besides the ones always present."""
+    """Parts of the canary that the attack needs besides the ones that are always present."""
     also_held: tuple[str, ...] = ()
-    """Exceptions that also count as refused."""
+    """Names of exceptions that also mean that the attack was refused."""
+    only_without_image: bool = False
+    """True if it looks for this machine's files, user or variables; an image has others, which code may change."""
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
 
@@ -321,7 +325,7 @@ def load_attacks() -> tuple[Attack, ...]:
     """Load every attack, family by family.
 
     Raises:
-        ValueError: a file of this package is malformed: a bug.
+        ValueError: a file of this package is malformed, which is a bug.
     """
     found: list[Attack] = []
     for path in sorted(FOLDER.glob("*.yaml")):
@@ -363,7 +367,7 @@ class AttackResult:
     name: str
     passed: bool
     found: str
-    """Things that the code reached or broke; empty if the sandbox held."""
+    """Description of the things that the code reached or broke; empty if the sandbox held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,7 +375,7 @@ class IsolationReport:
     """Isolation of candidate code on this node."""
 
     level: str
-    """ns+proc, ns, ll, unisolated, or none; if none, `refused` says why."""
+    """ns+proc, ns, ll, unisolated, or none; if none, `refused` has the reasons."""
     uid: int
     """User id of candidate code on this machine; -1 if nothing runs."""
     landlock_abi: int
@@ -385,23 +389,31 @@ class IsolationReport:
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
-async def run_doctor(*, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None) -> IsolationReport:
+async def run_doctor(
+    *, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None, template: str = ""
+) -> IsolationReport:
     """Attack the strongest of these levels that this node offers.
 
     Args:
+        template: image that the sandbox runs on; empty for the usual view of this machine.
         families: families of attacks to run; None runs all quick ones.
     """
     families = _BATTERY_FAMILIES if families is None else families
     provider = LocalProvider(levels=levels)
     try:
-        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600.0, timeout_s=_BOOT_TIMEOUT_S)
+        spec = SandboxSpec(template=template)
+        sandbox = await provider.create(spec, labels={}, ttl_s=600.0, timeout_s=_BOOT_TIMEOUT_S)
     except IsolationUnavailableError:
         return IsolationReport(
             level="none", uid=-1, landlock_abi=landlock.abi(), refused=tuple(provider.refused.items())
         )
     else:
         attacks = [
-            attack for attack in load_attacks() if attack.family in families and attack.is_for(sandbox.isolation)
+            attack
+            for attack in load_attacks()
+            if attack.family in families
+            and attack.is_for(sandbox.isolation)
+            and not (template and attack.only_without_image)
         ]
         with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
@@ -423,13 +435,13 @@ async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> A
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
         problems = [*judge(attack, report), *canary.damage(), *await _honest_problems(sandbox)]
     except SandboxError as error:
-        # Count it as a finding: code that can end its sandbox may end others' too.
+        # Count this as a finding: code that can end its own sandbox may end other sandboxes too.
         problems = [f"the sandbox failed: {error}"]
     return AttackResult(name=attack.name, passed=not problems, found="; ".join(problems))
 
 
 def judge(attack: Attack, report: CallReport) -> list[str]:
-    """Return the problems with an attack's end; empty if the sandbox held."""
+    """Return the differences between an attack's end and its expected end; empty if the sandbox held."""
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
     within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
@@ -452,7 +464,7 @@ def judge(attack: Attack, report: CallReport) -> list[str]:
 
 
 async def _earlier_execution(sandbox: LocalSandbox, attack: Attack) -> dict[str, object]:
-    """Run the execution whose traces the attack looks for, if it looks for any, and return its mark."""
+    """Run the execution whose traces the attack searches for, and return its mark; do nothing for other attacks."""
     if "previous" not in attack.needs:
         return {}
     mark = secrets.token_hex(24)

@@ -2,9 +2,9 @@
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote outlives the sandboxes that it serves: every execution is a fresh fork of it, so nothing of one lease reaches
-the next. Sandboxes live in this process; when it dies, its zygotes see their channel close and end everything that they
-started.
+A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of it, so
+nothing of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and end
+every process that they started.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from rayapp.sandbox.local.slot import BootError, Slot
 
 
 def locate(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return folders and files of these packages, with the library folder that a wheel puts beside one (numpy.libs).
+    """Return folders and files of these packages, with the library folder that a wheel puts beside a package
+    (numpy.libs).
 
     Files of their dependencies are found when the packages are imported (`inside/boot.py`).
 
     Raises:
-        SandboxConfigError: a package is not installed here.
+        SandboxConfigError: a package is not installed in this environment.
     """
     found: list[str] = []
     for package in packages:
@@ -52,25 +53,25 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 MAX_JOBS_PER_SLOT = 20_000
-"""Executions after which a zygote is replaced, so that no slow leak of ours or of CPython grows without bound."""
+"""Number of executions after which a zygote is replaced, so that a slow leak of memory has a bound."""
 LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
 LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
-"""Levels with a loopback, which needs a network namespace, strongest first."""
+"""Isolation levels with a loopback, strongest first. A loopback needs a network namespace, so `ll` has none."""
 _Kind = tuple[bool, tuple[str, ...], tuple[int, int] | None]
-"""Kind of a slot: whether it has a loopback, its packages, and for images their user and group. A slot serves every
-image with that user."""
+"""Kind of a slot: whether it has a loopback, its packages, and for images their user and group. A slot can run every
+image with this user."""
 
 
 @dataclass(slots=True)
 class _Living:
-    """A sandbox that was created and not ended."""
+    """A sandbox that was created and has not ended."""
 
     sandbox: LocalSandbox
     kind: _Kind
     labels: dict[str, str]
     hold: Hold | None
-    """Keeps its image from eviction."""
+    """Keeps the sandbox's image from eviction; None without an image."""
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
@@ -99,8 +100,9 @@ class LocalProvider:
         """
         Args:
             allow_unisolated: if the node has no isolation, run code with resource limits only; every result says so.
-            packages: preloaded in every sandbox, with those of its spec.
-            max_slots: sandboxes that live at once. None is one per core: with more, timeouts depend on each other.
+            packages: packages that every sandbox preloads, besides those of its spec.
+            max_slots: maximum number of sandboxes at once; None for one per core. With more, the running time of code
+                depends on other sandboxes.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
             images: where images come from; None is the default cache.
         """
@@ -116,7 +118,7 @@ class LocalProvider:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Levels that this node did not offer, each with its failed step."""
+        """Levels that this node does not offer, each with its failed step."""
         return self._refused
 
     async def create(

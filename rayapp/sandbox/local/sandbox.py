@@ -42,6 +42,11 @@ def environment_of(image: Image) -> dict[str, str]:
     return {"HOME": image.home, **dict(image.env)}
 
 
+def working_folder(image: Image) -> str:
+    """Return the image's working folder; /app if it names none, so that relative files are not written to the root."""
+    return image.workdir if image.workdir != "/" else "/app"
+
+
 @cache
 def _harness_source() -> str:
     return Path(harness.__file__).read_text()
@@ -63,7 +68,7 @@ class LocalSandbox:
         self.id = sandbox_id
         self._image = image
         self.slot = slot
-        """Public for the provider, which reuses it afterwards."""
+        """Slot that the sandbox leases; public because the provider reuses it when the sandbox has ended."""
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -72,12 +77,12 @@ class LocalSandbox:
 
     @property
     def isolation(self) -> str:
-        """Isolation level of the code."""
+        """Name of the isolation level of the code in this sandbox."""
         return self.slot.level
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`); SandboxConfigError if its spec has none."""
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: its spec has none."""
         # Use a copy: the sandbox may end, and close its own listener, while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
             raise SandboxConfigError(f"sandbox {self.id} has no loopback: its spec did not ask for one")
@@ -91,7 +96,7 @@ class LocalSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run code; see the protocol. If a stateful run is stopped, its session's names are lost."""
+        """Run code; see the protocol. If a stateful run is stopped, the session's variables are lost."""
         if (problem := code_problem(code)) is not None:
             return failure(problem, self.isolation)
         answer = await self._run_python(
@@ -113,16 +118,16 @@ class LocalSandbox:
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a command; see the protocol. Programs are the image's, without an image those in /usr; at level ll they
-        can't start others."""
+        """Run a command; see the protocol. It may be any program of the image, or without an image any program in /usr.
+        At level ll it can't start other programs."""
         if not argv or not all(type(part) is str for part in argv):
-            raise TypeError(f"a command is one text or more, not {argv!r}")
+            raise TypeError(f"argv must be a list of one or more strings, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's folder, or lies in it. With an image
-        it is relative to the image's working folder, and may lie anywhere.
+        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or an absolute path in it.
+        With an image the path is relative to the image's working folder, or any absolute path.
 
         Raises:
             OSError: the path is outside that folder, or no space is left.
@@ -168,7 +173,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """End the sandbox when its time to live is over. No await: the slot ends at once, with any running call."""
+        """End the sandbox because its time to live is over. The slot ends at once, and so does a running call."""
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()
@@ -177,7 +182,7 @@ class LocalSandbox:
     def _check_size(self, num_bytes: int) -> None:
         most = self._spec.disk_mib * MIB
         if num_bytes > most:
-            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes; its disk holds {most}")
+            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit: its disk holds {most}")
 
     async def _run_python(
         self,
@@ -209,7 +214,7 @@ class LocalSandbox:
         session: bool = False,
     ) -> RawResult:
         image = self._image
-        folder = image.workdir if image else ""
+        folder = self._spec.workdir or working_folder(image) if image else ""
         job: Any = kind, {**(environment_of(image) if image else {}), **dict(self._spec.env)}, given, folder
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,

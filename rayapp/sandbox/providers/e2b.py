@@ -50,7 +50,7 @@ from rayapp.sandbox.verdict.program import command_of, shell_command
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
-"""Makes the SDK's configuration from one sandbox's headers."""
+"""Function that makes the SDK's configuration from one sandbox's headers."""
 
 
 class _Counted:
@@ -117,7 +117,7 @@ class E2BChannel:
                 text,
                 on_stdout=lambda message: out(message.line),
                 on_stderr=lambda message: err(message.line),
-                # Longer than our deadline: a time limit of the SDK would hide whether the code or the network was slow.
+                # Longer than the call's own deadline: the SDK's error would not show whether code or network was slow.
                 timeout=timeout_s + 60.0,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -357,7 +357,7 @@ class SdkService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # With this key, retries (the SDK's, and ours after a lost answer) return the same sandbox, not a second one.
+        # With this key, retries (the SDK's own, and those after a lost answer) return the same sandbox.
         key = str(uuid.uuid4())
         try:
             return await self._create(spec, labels, ttl_s, timeout_s, key)
@@ -387,7 +387,7 @@ class SdkService:
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
-            # The SDK does not expose these two, and a worker that attaches needs them.
+            # The SDK does not expose two of these fields, which a worker needs to connect to the sandbox.
             token=made._envd_access_token or "",  # noqa: SLF001
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001
@@ -399,7 +399,7 @@ class SdkService:
         while pages.has_next:
             try:
                 found = await pages.next_items()
-            except Exception as error:  # boundary: as above
+            except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
                 raise control_error(error, "list") from error
             for info in found:
                 yield info.sandbox_id
@@ -407,7 +407,7 @@ class SdkService:
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         try:
             await AsyncSandbox.kill(sandbox_id, request_timeout=timeout_s, **self._options)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "kill") from error
 
     async def is_running(self, sandbox_id: str) -> bool:
@@ -420,7 +420,7 @@ class SdkService:
             info = await AsyncSandbox.get_info(sandbox_id, request_timeout=_CALL_TIMEOUT_S, **self._options)
         except e2b.NotFoundException:
             return False
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "get_info") from error
         return bool(info.state == SandboxState.RUNNING)
 
@@ -432,7 +432,7 @@ class SdkService:
             )
         except e2b.NotFoundException as error:
             raise SandboxGoneError(f"sandbox {sandbox_id} is gone: {error}") from None
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise control_error(error, "set_timeout") from error
 
     def channel(self, connection: Connection) -> E2BChannel:

@@ -107,8 +107,8 @@ def _check_architecture(file: Path, model_type: str) -> None:
 
     if model_type not in CONFIG_MAPPING_NAMES:
         raise InputError(
-            f"{file}: model_type {model_type!r} is not one that transformers {transformers.__version__} "
-            f"knows{did_you_mean(model_type, CONFIG_MAPPING_NAMES)} "
+            f"{file}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+            f"{did_you_mean(model_type, CONFIG_MAPPING_NAMES)} "
             "A model that brings its own code needs model.trust_remote_code=true."
         )
 
@@ -124,7 +124,7 @@ def _check_weights(folder: Path) -> None:
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
             raise InputError(
-                f"model.path {str(folder)!r}: {index.name} names files that are not there: {', '.join(missing)}"
+                f"model.path {str(folder)!r}: {index.name} names files that are missing: {', '.join(missing)}"
             )
     if not files:
         raise InputError(
@@ -148,7 +148,8 @@ def _check_safetensors(file: Path) -> None:
         raise InputError(f"{file} is not a safetensors file: {error}") from None
     if size != 8 + length + end:
         raise InputError(
-            f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again."
+            f"{file} is incomplete: it has {size} bytes, its header says {8 + length + end}. Copy or download the file "
+            "again."
         )
 
 
@@ -299,7 +300,7 @@ def _check_server(config: Config) -> None:
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):
         raise InputError(
             f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
-            f"{config.model.path!r}: they read the same text as other tokens. A teacher scores the policy's own "
+            f"{config.model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
             "tokens: take one of its family."
         )
 

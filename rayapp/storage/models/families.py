@@ -235,5 +235,5 @@ def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
         )
     missing = [name for name in family.packages if importlib.util.find_spec(name) is None]
     if missing:
-        return f"vLLM imports {', '.join(missing)}: not installed here. Install the release that fits this torch."
+        return f"vLLM imports {', '.join(missing)}, which is not installed. Install the release that fits this torch."
     return ""

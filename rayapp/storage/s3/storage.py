@@ -184,7 +184,9 @@ async def _complete(storage: S3Requests, location: Location, key: str, current: 
         if not await _is_there(storage, key, current):
             raise
     if not await _is_there(storage, key, current):
-        raise StorageCorruptError(f"{location}: not {current.num_bytes} bytes with our checksum after its upload")
+        raise StorageCorruptError(
+            f"{location}: the uploaded object does not have {current.num_bytes} bytes with the right checksum"
+        )
 
 
 async def _is_there(storage: S3Requests, key: str, current: _Upload) -> bool:

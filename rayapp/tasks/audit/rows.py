@@ -93,7 +93,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
     function, language = tests.function, tests.language
     solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
-    notes = {} if reference else {"solution": "none came with it"}
+    notes = {} if reference else {"solution": "the data has none"}
     if language is not None:
         nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
         return Subject(
@@ -107,7 +107,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             score_share=_share_of(by_share),
             run_tests=partial(_run_tests, problem, tests),
             limit_s=problem.rules.test_timeout_s,
-            notes=notes | {"cheats": f"none are known in {language.name}, nor guesses"},
+            notes=notes | {"cheats": f"none exist for {language.name}, and no trivial answers"},
         )
     return Subject(
         name=name,
@@ -138,7 +138,7 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """Run all tests, not only those that the seed would draw."""
+    """Run all tests, not only the ones that the seed draws."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)

@@ -29,14 +29,14 @@ class DataRow:
     """The prompt's messages, each with role and content."""
     data_source: str
     ground_truth: Any
-    """Value of `reward_model.ground_truth`; a text for GSM8K."""
+    """Value of `reward_model.ground_truth`; for GSM8K a string."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Value of the column `extra_info`, for custom rewards."""
     agent_name: str = ""
     prompt_ids: tuple[int, ...] = ()
-    """Token ids of the prompt, truncated if the options say so; empty if there is no encoder."""
+    """Token ids of the prompt, truncated if the reading options demand it; empty without an encoder."""
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
@@ -65,7 +65,7 @@ def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
 
 
 def parse_messages(prompt: object, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages of a `prompt` column. Raises InputError as `parse_row`."""
+    """Return the messages in a value of the column `prompt`. Raises InputError: the value is not a list of messages."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise InputError(f"{where}: prompt must be a list of messages that isn't empty, not {prompt!r:.60}")
     for message in prompt:
@@ -92,7 +92,8 @@ def _without_none(value: Any) -> Any:
 
 
 KindOf = Callable[[str], TruthKind]
-"""From data source to the required form of ground_truth. Raises InputError if no rule scores the data source."""
+"""Function that returns the required form of ground_truth for a data source. It raises InputError if no rule scores the
+data source."""
 _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `target` is a text or a list of texts"}
 
 

@@ -35,18 +35,18 @@ from rayapp.tasks.data.rows import DATASETS, IN_LANGUAGES, ONE_FILE_IS_TEST, Map
 
 _log = logging.getLogger(__name__)
 ROWS_PER_GROUP = 1024
-"""Rows of a parquet row group; a reader holds whole groups in memory."""
+"""Number of rows in a parquet row group; a reader keeps whole groups in memory."""
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 OWN_SOURCE = "own"
 """data_source of a user's rows: no rule scores it, only the user's own reward function."""
 _MOST_NAMED = 20
-"""Most bad rows that are logged one by one; the others are only counted."""
+"""Maximum bad rows that are logged one by one; further ones are only counted."""
 Check = Callable[[Sequence[Row]], list[str]]
-"""From rows to the reason why each row's reference fails its tests; empty if it passes."""
+"""Function that returns, for each row, why the row's reference fails its tests; empty if the reference passes."""
 Progress = Callable[[str, int, int], None]
-"""Called with split, number of rows done, total number of rows."""
+"""Function that is called with the split, the number of rows done, and the total number of rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Preparation:
     limit: int | None = None
     """Number of rows to take from each split; None takes all."""
     max_bad_ratio: float = 0.01
-    """Largest fraction of bad rows in a split."""
+    """Maximum fraction of bad rows in a split."""
     overwrite: bool = False
     revision: str = ""
     """Revision of a source on the hub; empty for the newest."""
@@ -112,7 +112,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
     if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
         raise InputError(f"--language {job.language}: only {', '.join(IN_LANGUAGES)} have programs in other languages")
     async with open_storage(job.out) as storage:
-        # Check the target first: an hour of mapping must not end with a wrong key.
+        # Check the target first, so that a wrong key does not fail the command after an hour of mapping.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
             reports = await _mapped(job, Path(scratch), progress)
@@ -196,7 +196,8 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    """Return why each row's reference fails; empty if it passes or there is none. Call it outside the loop's thread."""
+    """Return, for each row, why its reference fails; empty if it passes or there is no reference. Call this outside the
+    event loop's thread."""
 
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
@@ -230,7 +231,7 @@ def _write(rows: Iterator[Row], path: Path) -> None:
 
 
 def _schema(rows: Sequence[Row]) -> Any:
-    """Return the Arrow types of a split's first rows; images get a fixed type, as a missing path would have none."""
+    """Return the Arrow types of a split's first rows. Images get a fixed type, because a missing path has no type."""
     import pyarrow as pa
 
     schema = pa.Table.from_pylist(rows).schema

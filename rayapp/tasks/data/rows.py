@@ -30,7 +30,8 @@ PROGRAM_INSTRUCTION = (
 )
 FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
 MAX_TEST_CHARS = 1 << 20
-"""Most characters of a problem's inputs and outputs: further tests are left out. Training holds many rows in memory."""
+"""Maximum characters of a problem's inputs and outputs: further tests are left out, because training keeps many rows in
+memory."""
 _NUMBERS = {"cpp": 2, "": 3, "java": 4}
 """Numbers of languages in CodeContests, by key; Python 3 is the empty text."""
 
@@ -265,7 +266,7 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "codecontests": ("deepmind/code_contests", None, codecontests_row),
     "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
-"""By name: hub id (also the data_source that selects the scoring rule), configuration on the hub, mapper."""
+"""Name -> hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper."""
 IN_LANGUAGES = ("apps", "taco", "codecontests", "livecodebench")
 """Data sets whose programs may be asked for in other languages than Python."""
 ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})

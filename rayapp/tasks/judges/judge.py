@@ -30,16 +30,16 @@ Winner = Literal["A", "B", "tie"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Cost of answers."""
+    """Cost of a judge's answers."""
 
     requests: int = 0
     cached: int = 0
-    """Answers from the cache."""
+    """Number of answers from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
     failed: int = 0
-    """Questions without a usable answer."""
+    """Number of questions without a usable answer."""
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
@@ -51,7 +51,7 @@ class Bill:
 
 
 class JudgeFailedError(RewardFailedError):
-    """Failure of an answer that is unusable but was paid for."""
+    """A judge's answer is unusable, but cost money."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -102,7 +102,9 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Return which response a pairwise judge prefers when shown in this order. Raises as `score`."""
+        """Return the response that a pairwise judge prefers, shown in this order. Raises RewardFailedError like
+        `score`.
+        """
         said = await self._remembered(
             (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
         )
@@ -132,7 +134,8 @@ class Judge:
         await self._client.close()
 
     async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """Return the cached answer, or ask. Concurrent callers with the same question share one request."""
+        """Return the answer from the cache or from the server. Concurrent callers with the same question share one
+        request."""
         if self._folder is None:
             return await ask()
         digest = self._digest(about)

@@ -135,7 +135,7 @@ def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
         ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
         ({"top_p": 0.9}, "bias the importance ratio"),
         ({"num_iterations": 2}, "trained on once"),
-        ({"lr_scheduler_type": "polynomial"}, "known here are: linear"),
+        ({"lr_scheduler_type": "polynomial"}, "supported are: linear"),
         ({"per_device_train_batch_size": 3}, "can't be split into groups"),
         ({"eval_strategy": "epoch"}, "give a number of steps"),
         ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),

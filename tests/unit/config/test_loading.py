@@ -176,7 +176,7 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
-            "distillation.reward_weight is 0: rewards would choose",
+            "distillation.reward_weight is 0: rewards that have no weight",
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],

@@ -148,7 +148,7 @@ def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path)
     stored = tmp_path / "config.yaml"
     stored.write_text(yaml.safe_dump({"data": {"train_files": ["a.parquet"]}, "train": {"num_steps": 3}}))
 
-    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: go on"):
+    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: con"):
         check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
 
 

@@ -232,7 +232,7 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
     [
         ("ask({'role': 'user', 'content': 'hi'}); sys.exit('no luck')", "the agent's program ended with 1: no luck"),
         ("ask({'role': 'user', 'content': 'hi'}); os.kill(os.getpid(), 9)", "the agent's program ended with -9: "),
-        ("pass", "the agent ended without a turn of the policy"),
+        ("pass", "the agent ended without calling the policy"),
     ],
 )
 async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
@@ -408,7 +408,7 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
         return 42
 
     b: Bench = bench("14")
-    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "it returned a int: an agent returns")):
+    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "it returned a int: it must return")):
         async with b.agent(entry) as external:
             played = await b.row(external)
         assert played.first.status is RolloutStatus.ERROR_TASK
@@ -442,9 +442,9 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        opening = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
+        start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
         played = await agent.play(
-            replace(problem_of_row(ROW, AnswerRewards()), opening=opening),
+            replace(problem_of_row(ROW, AnswerRewards()), agent_start=start),
             engine=b.engine(),
             sampling=SamplingParams(max_tokens=2000),
             request_id=RequestId("group", 3, 0),
@@ -538,7 +538,7 @@ async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config, formats, None)
 
-    with pytest.raises(InputError, match="an external agent is told text alone"):
+    with pytest.raises(InputError, match="external agents get only text"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
         await agent.prompt(problem_of_row(row, AnswerRewards()))
 
@@ -757,7 +757,7 @@ async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_b
         "the agent's program ended with 1: no luck",
     )
     assert (late.status, late.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
-    assert silent.reward.detail == "the agent ended without a turn of the policy"
+    assert silent.reward.detail == "the agent ended without calling the policy"
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -460,7 +460,7 @@ async def test_a_bucket_that_was_emptied_behind_a_run_is_told(bucket: LocalStora
     (staging / "metrics.jsonl").write_text('{"step": 1}\n')
     Ledger(folder=staging, uri=bucket.uri, generation=3).save()
 
-    with pytest.raises(RunFolderError, match=r"holds no run, but .* holds one that was written there"):
+    with pytest.raises(RunFolderError, match=r"holds no run, but .* holds a run that was uploaded to it"):
         await prepare(bucket, staging, 1, must_be_new=False)
 
 

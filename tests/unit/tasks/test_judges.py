@@ -479,7 +479,7 @@ def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start
     pq.write_table(pa.Table.from_pylist(rows), file)
     section = judged(reference=True) | {"tasks": [file]}
 
-    with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has over 65,536 characters"):
+    with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has more than 65,536 characters"):
         check_data(Config.model_validate(section), [file])
     check_data(Config.model_validate(section | {"judges": judged()["judges"]}), [file])
 
