@@ -1,9 +1,9 @@
-"""`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
+"""`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
 Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
 
-Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, and
-doesn't need PyTorch, which takes seconds to import.
+Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, but
+does not need PyTorch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ServersClient:
     """Learner 0's client of the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
 
     vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. The methods are those of
-    vLLM's `VLLMWeightSyncClient`; vLLM's trainer side calls them from plain threads. The weights never pass here.
+    vLLM's `VLLMWeightSyncClient`; vLLM's trainer side calls them from plain threads. The weights don't pass through
+    this class.
 
     Args:
         timeout_s: deadline of each call, for the slowest server.
@@ -141,7 +142,7 @@ class Learner:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
                 f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another. Otherwise look in Ray's logs for why the others ended (dashboard, Actors)."
+                "uses another. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
@@ -178,7 +179,7 @@ class Learner:
             self._rest()
 
     def _rest(self) -> None:
-        """Give the GPU back. When every rank has done so, the driver wakes the servers."""
+        """Return the GPU's memory. When every rank has done so, the driver wakes the servers."""
         from rayapp.learner.distributed import give_back_memory
         from rayapp.learner.memory.idle import moments_of, weights_of
 

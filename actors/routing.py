@@ -1,11 +1,11 @@
-"""Leads a group's requests to servers: `Router` in the driver chooses the server, `GroupCalls` in a worker calls it.
+"""Sends a group's requests to a server: `Router` in the driver chooses the server, `GroupCalls` in a worker calls it.
 
 A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
 trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
 a cohort are assigned by their place in it, so that a synchronous run repeats.
 
 `GroupCalls` batches requests that start together into one call of their server. A call through Ray costs as much
-processor time as everything else that a trajectory needs here. Completions come back as they end, batched if they end
+processor time as all other work for a trajectory in the worker. Completions come back as they end, batched if they end
 together. Later turns start one by one, each with a call of its own.
 """
 
@@ -32,8 +32,8 @@ class Router:
 
     Args:
         num_servers: at least one.
-        is_up: returns whether the server of this index is available; a server that is being replaced gets no new groups
-            unless there is no other.
+        is_up: returns whether the server of this index is available; a server that is being replaced gets new groups
+            only if there is no other server.
     """
 
     def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:

@@ -4,9 +4,9 @@ The `spawn_*` functions start the actors of a role, with their names, arguments 
 `all_ready` waits for them. `Started`, one per run in the driver, keeps them in the order of their start, and `close`
 ends them in reverse.
 
-`dump_stacks` returns the stacks of all actors when a run has stalled, without the help of processes that may hang:
-py-spy (part of ray[default]) reads them from outside, in a task on each actor's node. Where the kernel forbids that
-(containers without SYS_PTRACE), the dump says so.
+`dump_stacks` returns the stacks of all actors when a run has stalled. The processes may hang, so py-spy (part of
+ray[default]) reads the stacks from outside, in a task on each actor's node. If the kernel forbids this (in containers
+without SYS_PTRACE), the dump has a note instead.
 
 The `*Member` classes are the members of `rayapp.driver.supervision`. Ray restarts the process behind the same handle
 (`max_restarts` in `actors.spawn`), so its callers keep their handles. A member restores the state of the process.
@@ -29,7 +29,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import answer
 from actors.handles import (
     Handle,
     LearnerHandle,
@@ -38,6 +37,7 @@ from actors.handles import (
     SandboxPoolHandle,
     SandboxReaperHandle,
     VllmServerHandle,
+    answer,
 )
 from actors.own_ray import RayConnection, server_names
 from actors.placement import Placement
@@ -133,7 +133,7 @@ class Started:
         return handle
 
     async def end(self, handles: Sequence[Any]) -> None:
-        """Kill some of the actors without asking them to end."""
+        """Kill some of the actors without a request to end."""
         for handle in handles:
             self._handles.remove(handle)
             kill(handle.actor)
@@ -143,7 +143,8 @@ class Started:
         return [handle.name for handle in self._handles]
 
     async def close(self) -> None:
-        """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
+        """Request every actor to end cleanly, then kill those that did not answer. Never raises, because it runs in
+        `finally`."""
         for handle in reversed(self._handles):
             if hasattr(handle, "close"):
                 try:
@@ -184,9 +185,8 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
         error = first_error(group)
         if isinstance(error, DeadlineError):
             raise DeadlineError(
-                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show what they wait for "
-                "(dashboard, Actors); if the machine is only slow, raise server.start_timeout_s or "
-                "cluster.start_timeout_s."
+                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show the reason (dashboard, "
+                "Actors); if the machine is only slow, raise server.start_timeout_s or cluster.start_timeout_s."
             ) from group
         raise error from group
 
@@ -256,7 +256,7 @@ def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
-    # Rank 0 listens there, maybe on another node than the driver; a single rank does not listen.
+    # Rank 0 listens at this address, possibly on another node than the driver; a single rank does not listen.
     address, port = await placement.address_of_learner(0) if world_size > 1 else ("", 0)
     handles = []
     for rank in range(world_size):
@@ -344,13 +344,13 @@ class WorkerMember(_WatchedActor):
             await self.pool.reclaim(self.handle.name)
         except (ProcessDiedError, DeadlineError) as error:
             # The pool is being replaced too, and a new one has no leases.
-            log.warning("%s: nothing to reclaim: %s", self.handle.name, error)
+            log.warning("%s has no leases to reclaim: %s", self.handle.name, error)
         await self.handle.ready(self.start_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMember(_WatchedActor):
-    """The sandbox pool. At its start a new one ends the sandboxes of the previous one."""
+    """The sandbox pool. At its start a new pool ends the sandboxes of the previous pool."""
 
     handle: SandboxPoolHandle
     make_ready: Callable[[], Awaitable[None]]

@@ -21,7 +21,7 @@ OptionalConfigFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file")]
 ModelConfig = Annotated[
-    Path | None, typer.Option(help="Use this config.json in place of the model, whose weights need not be here")
+    Path | None, typer.Option(help="Use this config.json in place of the model; then no weights are needed")
 ]
 
 

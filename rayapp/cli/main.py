@@ -1,8 +1,8 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Each command's module has an `app`, a Typer, and imports the rest only when the command runs, so that `rayapp --help`
-starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 3 the budget is spent, 130 interrupted. Errors that a user can mend are
-printed as one message without a traceback.
+Each command's module has an `app`, a Typer. It imports other modules only when the command runs, so that `rayapp
+--help` starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 3 the budget is spent, 130 interrupted.
+Errors that a user can correct are printed as one message without a traceback.
 
 Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
 empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
@@ -75,6 +75,7 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(sandbox.images_app, name="images")
 
 
 def _show_as_written(typed: typer.Typer) -> None:
@@ -95,7 +96,7 @@ app.add_typer(model.app, name="models", hidden=True)  # a second name for a Type
 def main() -> None:
     """Run the command line of this process and exit with its code (the entry point)."""
     _begin_in_utf8()
-    # Show rayapp's own warnings only: those of libraries would drown them.
+    # Show only rayapp's own warnings, which warnings of libraries would hide.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
@@ -107,8 +108,8 @@ def main() -> None:
 def _begin_in_utf8() -> None:
     """Restart this program in Python's UTF-8 mode if the locale has another encoding.
 
-    The mode holds for every file and pipe, those that libraries open included, and child processes inherit it. With the
-    locales C and POSIX, Python switches to UTF-8 by itself.
+    The mode applies to every file and pipe, also in libraries, and child processes inherit it. With the locales C and
+    POSIX, Python uses UTF-8 anyway.
     """
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1: restarted already

@@ -40,7 +40,10 @@ def serve(
         bool, typer.Option("--running", help="Serve the policy of this config's run, which must be in progress")
     ] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a call, prompt and answer together; default: the config's")
+        int | None,
+        typer.Option(
+            min=2, help="Maximum number of tokens of a call, prompt and answer together; default: the config's"
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
@@ -95,7 +98,8 @@ async def _serve(
     from rayapp.storage.models.check import check_model
 
     new_key = "" if given_key else secrets.token_urlsafe(24)
-    # Check the model before starting the engine: the check takes a second and says what is wrong.
+    # Check the model before starting the engine: the check takes a second, and its message is clearer than the
+    # engine's.
     if not running:
         await asyncio.to_thread(check_model, config)
     formats = await asyncio.to_thread(Formats.of, config)

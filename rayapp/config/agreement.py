@@ -15,7 +15,7 @@ from rayapp.config.other_models import SCHEME, JudgeSection, server_named
 
 
 def check_agreement(config: Keys) -> None:
-    """Check settings against each other. Raises ValueError with both values and the way out."""
+    """Check settings against each other. Raises ValueError, with both values and the way out."""
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
@@ -44,20 +44,20 @@ def _model_servers_fit(config: Keys) -> None:
         if name and name not in names:
             raise ValueError(f"{who}: base_url is {base_url}, but model_servers are {', '.join(names) or 'none'}")
         if name and model != name:
-            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that")
+            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that name")
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): nothing uses it. Give a judge that reward.judges names, or distillation, "
-            f"base_url: {SCHEME}{idle[0]}, or leave it out."
+            f"model_servers ({idle[0]}): no judge or teacher uses this server. Set base_url: {SCHEME}{idle[0]} in a "
+            "judge that reward.judges names, or in distillation, or remove the server."
         )
 
 
 def _teacher_fits(config: Keys) -> None:
     if config.distillation.base_url and config.rollout.temperature != 1.0:
         raise ValueError(
-            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server's "
-            "log-probs are those of temperature 1. Use that, or a teacher in the learners."
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server "
+            "computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
         )
 
 
@@ -66,7 +66,9 @@ def _sources_fit(config: Keys) -> None:
     for number, source in enumerate(config.sources):
         where = f"sources[{number}] ({source.name})"
         if names.index(source.name) != number:
-            raise ValueError(f"{where}: sources[{names.index(source.name)}] has the same name. Metrics go by name.")
+            raise ValueError(
+                f"{where}: sources[{names.index(source.name)}] has the same name. Rename one of the two sources."
+            )
         if not source.tasks and not source.eval.tasks:
             raise ValueError(f"{where} has no tasks: name tasks, or data files.")
         _one_kind(config.with_source(source), f"{where}: ")
@@ -75,8 +77,8 @@ def _sources_fit(config: Keys) -> None:
             most = config.group_deadline_s if key == "group_deadline_s" else getattr(config.rollout, key)
             if own > most:
                 raise ValueError(
-                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, which its processes are laid out "
-                    f"for. Raise the run's rollout.{key} to {own:g}, or lower the source's."
+                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, for which its processes are "
+                    f"configured. Raise the run's rollout.{key} to {own:g}, or lower the source's."
                 )
 
 
@@ -95,7 +97,7 @@ def _external_agents_fit(config: Keys) -> None:
         if all(is_given) or not any(is_given):
             raise ValueError(
                 f"{where}agent.name is external_agent, and agent.external has "
-                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give one "
                 "(docs/agents.md)."
             )
         if external.inside and external.entry:
@@ -106,20 +108,21 @@ def _external_agents_fit(config: Keys) -> None:
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
             raise ValueError(
-                f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no way to the policy; those of "
-                "local, e2b and daytona have. Leave the others out of sandbox.providers, or inside (docs/agents.md)."
+                f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no connection to the policy, "
+                "unlike sandboxes of local, e2b and daytona. Remove the former from sandbox.providers, or leave "
+                "inside out (docs/agents.md)."
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(
                 f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
-                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise that "
-                f"to {least_s:g}, or lower timeout_s."
+                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                f"sandbox.lease_ttl_s to {least_s:g}, or lower timeout_s."
             )
         if not config.learner.share_prefixes:
             raise ValueError(
                 f"{where}agent.name is external_agent, whose trajectories may fork, and learner.share_prefixes is "
-                "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
-                "learner.share_prefixes: true."
+                "false: tokens that branches share would be computed for each branch, and might not fit into a "
+                "micro-batch. Set learner.share_prefixes: true."
             )
 
 
@@ -131,7 +134,7 @@ def _judges_fit(config: Keys) -> None:
         if judge.max_concurrent < config.rollout.num_workers:
             raise ValueError(
                 f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
-                f"{config.rollout.num_workers} can't share: raise it, or use fewer workers."
+                f"{config.rollout.num_workers} can't share. Raise max_concurrent, or lower rollout.num_workers."
             )
     for name, own in config.by_source():
         _source_has_judges(own, _named(name), judges)
@@ -145,25 +148,25 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
     reward, weight = own.reward, own.reward.verdict_weight
     if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
         raise ValueError(
-            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names nothing that would count beside the "
-            "verdict: name a judge with a weight, or leave it out."
+            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names no judge with a weight, so "
+            "verdict_weight has no effect. Name a judge with a weight, or leave verdict_weight out."
         )
     for name, weight in reward.judges.items():
         if name not in judges or not math.isfinite(weight):
             raise ValueError(
                 f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
-                "weight is a finite number. Name one of them, or add it to `judges` (docs/judges.md)."
+                "weight is a finite number. Name one of these judges, or add this judge to `judges` (docs/judges.md)."
             )
         judge, deadline_s = judges[name], own.group_deadline_s
         if judge.reference and not own.uses_data:
             raise ValueError(
-                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
-                "ask this judge about rows of data."
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show. Leave reference "
+                "out, or use this judge for rows of data."
             )
         if judge.kind == "pairwise" and own.rollout.group_size < 2:
             raise ValueError(
                 f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, and "
-                "rollout.group_size is 1. Raise that, or use another kind."
+                "rollout.group_size is 1. Raise rollout.group_size, or use another kind of judge."
             )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
@@ -176,8 +179,8 @@ def _best_metric_exists(config: Keys) -> None:
     metric, keep_best = config.checkpoint.best_metric, config.checkpoint.keep_best
     if keep_best and metric.startswith("eval/") and config.eval.every_steps == 0:
         raise ValueError(
-            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: nothing is evaluated during training, "
-            f"and checkpoint.keep_best = {keep_best} would keep nothing. Set eval.every_steps, or use reward/mean."
+            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: no step is evaluated, and "
+            f"checkpoint.keep_best = {keep_best} would keep no checkpoint. Set eval.every_steps, or use reward/mean."
         )
 
 
@@ -188,12 +191,13 @@ def _warmup_fits(config: Keys) -> None:
     if isinstance(budget, int) and config.max_demonstration_tokens > budget * config.learner.sequence_parallel:
         raise ValueError(
             f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
-            f"{budget}: the longest demonstration would fit in no micro-batch. Raise it, or lower warmup.max_tokens."
+            f"{budget}: the longest demonstration would not fit into a micro-batch. Raise "
+            "learner.max_tokens_per_microbatch, or lower warmup.max_tokens."
         )
     if not warmup.files and not all_tasks(config):
         raise ValueError(
-            f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and there are no tasks whose "
-            "demonstrations could be taken: name the files to learn from (docs/sft.md), or set warmup.num_steps to 0."
+            f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and the run has no tasks with "
+            "demonstrations. Name files to learn from (docs/sft.md), or set warmup.num_steps to 0."
         )
 
 
@@ -203,18 +207,20 @@ def _dapo_fits(config: Keys) -> None:
     if buffer > longest:
         raise ValueError(
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: the "
-            f"punishment would begin before the first token. Use at most {longest}."
+            f"penalty would begin before the first token. Use at most {longest}."
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
             "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
-            "would choose what the teacher alone trains. Turn it off, or give rewards a weight."
+            "that have no weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
-            f"algorithm.dynamic_sampling drops groups of equal rewards, which teach {estimator} something: its "
-            "baseline is not the mean of the group's rewards. Turn it off, or use grpo."
+            f"algorithm.dynamic_sampling drops groups of equal rewards, from which {estimator} still learns, because "
+            "its baseline is not the mean of the group's rewards. Set algorithm.dynamic_sampling.enabled: false, or "
+            "use grpo."
         )
 
 
@@ -240,8 +246,8 @@ def _kl_in_reward_fits(config: Keys) -> None:
         return
     if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
         raise ValueError(
-            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads the terms of algorithm.gdpo_reward_terms "
-            "and never this KL. Use algorithm.kl_loss_coef, or another estimator."
+            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads only the terms of "
+            "algorithm.gdpo_reward_terms, not this KL. Use algorithm.kl_loss_coef, or another estimator."
         )
     sequences = config.train.groups_per_step * config.rollout.group_size
     if section.control == "adaptive" and sequences >= 5 * section.horizon:
@@ -258,7 +264,7 @@ def _tasks_or_data(config: Keys) -> None:
             if given:
                 raise ValueError(
                     f"{key} ({', '.join(given)}) and sources are both set: {key} is short for a run with one source. "
-                    "Give a source these tasks, or leave them out."
+                    "Move these tasks into a source, or remove {key}."
                 )
         return
     _one_kind(config)
@@ -266,12 +272,13 @@ def _tasks_or_data(config: Keys) -> None:
     if config.reward.custom and config.tasks and not config.uses_data:
         raise ValueError(
             f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}) that "
-            "score answers themselves: it would never be called. Name data files (.parquet), or leave it out."
+            "score answers themselves, so the function would never be called. Name data files (.parquet), or leave "
+            "reward.custom out."
         )
 
 
 def _one_kind(config: Keys, where: str = "") -> None:
-    """Refuse data files beside other tasks in one source: they differ in order, agent and scoring."""
+    """Refuse data files and other tasks in one source, because they differ in order, agent and scoring."""
     rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
     if not (any(rows) and any(others)):
         return
@@ -280,15 +287,15 @@ def _one_kind(config: Keys, where: str = "") -> None:
     )
     if not (rows[0] and others[0]):
         raise ValueError(
-            f"{said} can't be in one source, and `tasks` has only one of these kinds. Evaluate the other kind by a "
-            "command of its own: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
+            f"{said} can't be in one source, and `tasks` has only one of these kinds. Evaluate the other kind with a "
+            "separate command: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
         )
     sources = [
         {"name": name, "ratio": 1, "tasks": trained} | ({"eval": {"tasks": evaluated}} if evaluated else {})
         for name, (trained, evaluated) in (("problems", others), ("rows", rows))
     ]
     written = yaml.safe_dump(sources, default_flow_style=True, sort_keys=False, width=math.inf).strip()
-    raise ValueError(f"{said} can't be in one source. Make them two: `sources: {written}` (docs/tasks.md).")
+    raise ValueError(f"{said} can't be in one source. Make two sources: `sources: {written}` (docs/tasks.md).")
 
 
 def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
@@ -302,13 +309,14 @@ def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
 def _tools_have_players(config: Keys, where: str = "") -> None:
     if config.agent.tool_file and config.agent_name == "external_agent":
         raise ValueError(
-            f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent brings tools of its own: "
-            "leave it empty."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent has tools of its own. Leave "
+            "agent.tool_file empty."
         )
     if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
-            "set agent.name: tool_agent, or leave agent.tool_file empty. Several sources can have one each."
+            "set agent.name: tool_agent, or leave agent.tool_file empty. In a run with sources, each source can have "
+            "an agent of its own."
         )
 
 
@@ -328,13 +336,13 @@ def _placement_fits(config: Keys) -> None:
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
     if servers * tp != learners:
         raise ValueError(
-            f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must be those of "
-            f"{learners} learners, one each. Make learner.num_learners {servers * tp}, or use placement split."
+            f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
+            f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
         )
     if config.train.max_staleness > 0:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "nothing is generated while the learners train. Use max_staleness 0, or placement split."
+            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
         )
 
 
@@ -342,13 +350,13 @@ def _offload_helps(config: Keys) -> None:
     learner = config.learner
     if learner.offload_when_idle and config.cluster.placement == "split":
         raise ValueError(
-            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, so "
-            "the freed memory would stay unused. Turn it off, or use placement colocated."
+            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, "
+            "so the freed memory would stay unused. Set learner.offload_when_idle: false, or use placement colocated."
         )
     if learner.offload_when_idle and learner.cpu_offload:
         raise ValueError(
-            "learner.offload_when_idle and learner.cpu_offload are both true: with the second everything is in host "
-            "memory all the time. Choose one."
+            "learner.offload_when_idle and learner.cpu_offload are both true: with cpu_offload all parameters are in "
+            "host memory all the time. Turn one of the two off."
         )
 
 
@@ -372,7 +380,7 @@ def _sequence_fits_microbatch(config: Keys) -> None:
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
             f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
-            "learner.max_tokens_per_microbatch is "
-            f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
-            f"{-(-longest // parts)}, or learner.sequence_parallel."
+            f"learner.max_tokens_per_microbatch is {budget}{over}: the longest trajectory would not fit into a "
+            f"micro-batch. Raise learner.max_tokens_per_microbatch to at least {-(-longest // parts)}, or "
+            "learner.sequence_parallel."
         )

@@ -1,4 +1,4 @@
-"""The GPUs that a run asks for: bundles of processes that share some, and the model servers among them."""
+"""The GPUs that a run requests: bundles of processes that share GPUs, and the model servers among them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
 
 
 def fewer_gpus(config: Keys, have: int) -> str:
-    """Return advice for messages: how to make the config run on this many GPUs."""
+    """Return advice for messages: settings with which the config runs on this number of GPUs."""
     server, learners = config.server, config.learner.num_learners
     takes_turns = config.train.max_staleness == 0 and server.num_servers * server.tensor_parallel_size == learners
     if config.cluster.placement == "split" and takes_turns and learners <= have:
@@ -72,7 +72,7 @@ def fewer_gpus(config: Keys, have: int) -> str:
 
 
 def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
-    """Return the model servers that serve a judge (asked by rollout workers) or the teacher (asked by learners)."""
+    """Return the model servers of judges (called by rollout workers) and of the teacher (called by learners)."""
     used = {name for _, own in config.by_source() for name in own.reward.judges}
     urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
     urls += [config.distillation.base_url] if by_learners else []

@@ -53,7 +53,7 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def frozen_models(config: Config) -> dict[str, Config]:
-    """Return name -> config to load it by, of the frozen models that learners hold beside the policy."""
+    """Return the frozen models that learners hold beside the policy: name -> config with which to load the model."""
     models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
     if section.teacher and not section.is_policy and not section.base_url:
@@ -62,7 +62,8 @@ def frozen_models(config: Config) -> dict[str, Config]:
 
 
 def alone(config: Config, server: ModelServerSection) -> Config:
-    """Return the config with a model server's model as the policy, to check and plan that model as one."""
+    """Return the config with a model server's model as the policy, so that the policy's checks and plan apply to that
+    model."""
     own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
     return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 

@@ -1,7 +1,7 @@
 """All keys of a run in one model: its sections, and the values that follow from several of them.
 
 The sections are in the modules beside this one. `configs/*.yaml` hold only settings that differ from these defaults.
-Nothing here imports a heavy package, so that `rayapp --help` is instant.
+This module imports no heavy package, so that `rayapp --help` is instant.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ from rayapp.core.files import Location
 
 LEAST_DEADLINE_S = 300.0
 SLOWEST_TOKEN_S = 0.25
-"""Seconds per token, in a full batch, that no healthy server needs: 20 times those of an 8B model on an H100."""
+"""Upper bound of a healthy server's seconds per token in a full batch: 20 times the seconds of an 8B model on an
+H100."""
 LACKS_BASELINE = (
-    "rollout.group_size is 1, so a trajectory is compared with no other, and its reward is its advantage: rewards that "
-    "are never negative only make answers likelier. Raise it, e.g. to 8."
+    "rollout.group_size is 1, so a trajectory is not compared with others, and its reward is its advantage: rewards "
+    "that are never negative only make answers likelier. Raise rollout.group_size, e.g. to 8."
 )
 """Warning for a config that `lacks_baseline`."""
 
@@ -64,13 +65,13 @@ class Keys(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Tasks to train on. Either names of shipped ones, .yaml or .py files, task folders, benchmarks and
-    generators (docs/tasks.md). Or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the
-    Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine both,
-    use `sources`, with which this is empty."""
+    """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks and generators
+    (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the Hugging Face
+    hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine tasks and data
+    files, use `sources` and leave `tasks` empty."""
     sources: tuple[SourceSection, ...] = ()
-    """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Replaces
-    `tasks`, which is short for one source with the run's settings."""
+    """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Used
+    instead of `tasks`, which is short for one source with the run's settings."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
@@ -117,7 +118,7 @@ class Keys(FrozenModel):
 
     @property
     def compares_groups(self) -> bool:
-        """True if advantages compare the trajectories of a group, so that one alone has none."""
+        """True if advantages compare the trajectories of a group, so that a single trajectory has no advantage."""
         is_alone = self.rollout.group_size == 1 and self.algorithm.adv_estimator not in NEEDS_GROUP
         uses_rewards = self.distillation.reward_weight > 0
         return uses_rewards and not is_alone and self.algorithm.adv_estimator not in NEEDS_NO_GROUP
@@ -131,7 +132,7 @@ class Keys(FrozenModel):
 
     @property
     def scores_old_log_probs(self) -> bool:
-        """True if old log-probs take a forward pass of their own; otherwise the update gives them itself."""
+        """True if old log-probs need a forward pass of their own; otherwise the update computes them."""
         algorithm = self.algorithm
         return (
             self.train.num_minibatches > 1
@@ -193,8 +194,8 @@ class Keys(FrozenModel):
         return values | {"sources": filled_in(values["sources"], values)} if has_sources else values
 
     def by_source(self) -> list[tuple[str, Self]]:
-        """Return the name of each source and the keys with only its tasks and its settings; one without a name for a
-        run without `sources`."""
+        """Return the name of each source and the keys with only its tasks and its settings; a run without `sources` has
+        one source without a name."""
         return [(each.name, self.with_source(each)) for each in self.sources] or [("", self)]
 
     def with_source(self, source: SourceSection) -> Self:

@@ -75,14 +75,15 @@ async def _train_step(
     if late := sum(kind == "deadline" for summary in everything for kind in summary.failure_kinds):
         run.tracker.note(
             f"step {step}: {late} trajectories were dropped as they took longer than rollout.group_deadline_s = "
-            f"{run.cluster.config.group_deadline_s:g}. The longest are missing, which biases training: raise it."
+            f"{run.cluster.config.group_deadline_s:g}. The longest trajectories are missing, which biases training. "
+            "Raise rollout.group_deadline_s."
         )
     run.failures.record(everything)
     learned = await _learn(run, step, groups, phases)
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
-        run.curriculum.end_step()  # before the slots are free: the next groups are drawn by its results
+        run.curriculum.end_step()  # before the slots are free: its draws of the next groups use these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -182,9 +183,9 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
     with RunFolder.open(config) as folder:
         if folder.is_finished:
             print(
-                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. "
-                "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
-                "run.name."
+                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. To "
+                "train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "another run.name."
             )
             return
         # Enclose the connection: when it ends, Ray logs the unread errors of lost groups.
@@ -231,7 +232,7 @@ async def train_through_losses(
 async def train(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`.
+    """Train from the last complete checkpoint, or from the start model, to `config.train.num_steps`.
 
     Returns:
         The last step: `num_steps`, or the step at which `on_step` raised StopTraining.

@@ -2,9 +2,9 @@
 
     demonstrations --rows of step n--> learners.supervised_step --> metrics, a checkpoint when one is due --> final/
 
-It is a run of its own, `<output_dir>/<run.name>-sft`, with its own metrics, checkpoints and plots, and is resumed like
-any other run. The training then starts from its `final/` as from any model: reference model, adapters and servers load
-it, and the optimizer is new.
+The supervised steps are a run of their own, `<output_dir>/<run.name>-sft`, with metrics, checkpoints and plots, which
+is resumed like any other run. The training then starts from its `final/` as from any model: reference model, adapters
+and servers load it, and the optimizer is new.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def run_sft(config: Config) -> None:
             ended.
     """
     if not config.warmup.num_steps:
-        raise ConfigError("warmup.num_steps is 0, so there is nothing to do: set it, and warmup.files (docs/sft.md)")
+        raise ConfigError(
+            "warmup.num_steps is 0, so there is nothing to do: set warmup.num_steps and warmup.files (docs/sft.md)"
+        )
     start_logs(config.run.name, config.tracking.log_format)
     check_model(with_local_model(config))
     if config.eval.before_training:
@@ -119,7 +121,7 @@ def after_warmup(config: Config) -> Config:
 
 
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """Return the rows of step `step`, counted from 1: a pure function, so that a resumed run takes the next rows.
+    """Return the rows of step `step`, counted from 1. It is a pure function, so that a resumed run takes the next rows.
 
     Each epoch takes every row once, in its own order; a step may span two epochs.
     """
@@ -166,7 +168,7 @@ class _Learning:
             with phases("eval"):
                 metrics |= await self.validation()
         every = self.config.checkpoint.every_steps
-        # No checkpoint at the end: the model is in final/ then, and the run is complete.
+        # No checkpoint at the end, because the run is then complete and the model is in final/.
         if every and step % every == 0 and step < last:
             with phases("checkpoint"):
                 await self.begin_checkpoint(step)
@@ -217,7 +219,7 @@ def _what_is_learned(config: Config, found: Demonstrations) -> str:
 
 
 async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunTracker, rows: _Rows) -> None:
-    """Call `_learn`; when learners are lost, start new ones and go on from the last checkpoint."""
+    """Call `_learn`; when learners are lost, start new learners and continue from the last checkpoint."""
     for restart in range(config.recovery.max_restarts + 1):
         try:
             async with (
@@ -230,7 +232,7 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
             if restart == config.recovery.max_restarts:
                 raise RestartsUsedUpError(
                     f"the learners were lost {restart + 1} times, and recovery.max_restarts is {restart}. Last reason: "
-                    f"{error} Start the run again: it goes on from its last checkpoint."
+                    f"{error} Start the run again: it continues from its last checkpoint."
                 ) from None
             tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
 

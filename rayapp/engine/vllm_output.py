@@ -1,6 +1,6 @@
-"""Reads what vLLM gives: completions, the cause of a failure from its log, and its load from its statistics.
+"""Reads vLLM's output: completions, the cause of a failure from its log, and its load from its statistics.
 
-At a weight sync an engine freezes its requests, takes the new weights, and goes on from the same tokens.
+At a weight sync an engine freezes its requests, loads the new weights, and continues from the tokens sampled so far.
 `TokenVersions` counts, for every request in flight, the tokens that each version has sampled.
 
 vLLM's exceptions in the server say "see root cause above": the cause was raised in another process, which logs it to

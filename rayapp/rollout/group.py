@@ -1,13 +1,12 @@
-"""Runs one group from prompt to rewards: G concurrent plays, each scored as soon as it ends.
+"""Runs one group from prompt to rewards: G concurrent trajectories, each scored as soon as it ends.
 
     Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. A trajectory
-that fails for other reasons than the policy gets an ERROR_* status and raises no exception: whatever an agent, tool,
-environment, task or judge raises or returns affects only its own trajectory. Only errors of `verdict.ENDS_GROUP` are
-raised.
+Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. If an agent,
+tool, environment, task or judge raises an exception or returns nonsense, only its own trajectory fails: it gets an
+ERROR_* status. Only the errors in `verdict.ENDS_GROUP` end the whole group.
 
-`play_terms` are numbers about a trajectory that metrics count, beside the reward's own terms.
+`play_terms` are numbers about a trajectory for metrics, recorded beside the reward's own terms.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ async def run_group(
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Let the agent play a problem `group_size` times, and score each play.
+    """Let the agent play a problem `group_size` times, and score each trajectory.
 
     Args:
         problem: problem with its prompt.
         sandboxes: source of the sandboxes in which answers are scored.
-        judging: compares the trajectories of training groups; evaluation's samples of a prompt are not compared.
-        sampling: sampling of every trajectory; seed and stop texts are filled in here.
+        judging: the source's judges; None if it has none. Judges that compare trajectories do so in training only.
+        sampling: sampling settings of every trajectory; this function fills in seed and stop texts.
         seed: the run's seed.
-        deadline_s: trajectories not finished by then are recorded as failed.
+        deadline_s: time limit of the whole group; trajectories that have not finished by then fail.
     Raises:
         StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the requested version; the whole
         group is lost.
-        ProcessDiedError, ObjectsLostError: another process of ours is gone.
+        ProcessDiedError, ObjectsLostError: another process of rayapp has died.
         SandboxConfigError: this configuration can never provide a sandbox.
     """
     started, prompt = time.monotonic(), problem.prompt
@@ -107,12 +106,11 @@ async def run_group(
 async def _in_time(
     scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
+    """Return the scored trajectory, or a failed one if the agent or the engine fails, or if the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
-                # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
-                # call.
+                # An external agent writes its own prompts and may call late: the cohort should not wait for its call.
                 await place.fill()
             played = await scored()
         await place.fill()
@@ -121,7 +119,7 @@ async def _in_time(
         # The server failed, not this trajectory: the whole group is sampled again on another server.
         raise
     except (EngineError, DeadlineError) as error:
-        # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
+        # A DeadlineError, a subclass of TimeoutError, is from a server or the sandbox pool: its message names which.
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await place.fill()
@@ -143,14 +141,14 @@ def _failed_play(error: BaseException) -> Exception:
 
 
 async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
-    """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
+    """Play once, and check the trajectory: a plug-in may have made it, and the group's arrays depend on it."""
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
-        raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
+        raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
         raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
     if not isinstance(played.completion_text, str):
-        raise TypeError(f"its answer is a {type(played.completion_text).__name__}, not a text")
+        raise TypeError(f"its completion_text is a {type(played.completion_text).__name__}, not a str")
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
@@ -160,11 +158,11 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
 async def reward_of(
     problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
 ) -> Reward:
-    """Return the reward of a trajectory; if it failed, its invalid reward. `seed` draws hidden tests."""
+    """Return the reward of a trajectory; for a failed trajectory its invalid reward. `seed` draws the hidden tests."""
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(
-            lambda: problem.truth(problem, played, sandboxes, seed),
+            lambda: problem.score(problem, played, sandboxes, seed),
             weights=problem.weights or PLAIN,
             tools=tool_rewards(played) if problem.weights is not None else None,
             judge=partial(judging.with_scores, problem.prompt, played.completion_text) if judging is not None else None,
@@ -175,7 +173,8 @@ async def reward_of(
 async def _compared(
     judging: Judging, prompt: Prompt, trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[Trajectory]:
-    """Return the trajectories with the scores of judges that compare them; invalid if that fails or takes too long."""
+    """Return the trajectories with the scores of judges that compare them. If the comparison fails or takes too long,
+    their rewards are invalid."""
     texts, known = [each.completion_text for each in trajectories], [each.reward for each in trajectories]
     try:
         async with asyncio.timeout(timeout_s):
@@ -190,16 +189,16 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory without a response: it fills its place in the group, and is not trained on."""
+    """Return a trajectory without a response, which stands for a failed one in the group and is not trained on."""
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:
-    """Engine of one trajectory, which keeps the trajectory's place among the requests that are admitted together.
+    """Engine of one trajectory that makes sure that the trajectory sends at least one request.
 
     A server waits for the first request of every trajectory in a cohort. A trajectory that fails before its first
-    request (for example, its tool can't be made) would delay all others until their deadline, so `fill` sends a request
-    for it.
+    request (for example, its tool can't be made) would delay all others until their deadline. For such a trajectory
+    `fill` sends a request.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -210,7 +209,7 @@ class _CohortPlace:
         self._is_taken = False
 
     async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
+        if not isinstance(request_id, RequestId):  # a plug-in may pass any id, and a bad one would end the whole batch
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling)
@@ -225,12 +224,12 @@ class _CohortPlace:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
             await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
-            # This trajectory has failed already; those that need the engine will report its error.
-            log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)
+            # This trajectory has failed already; other trajectories will report the engine's error.
+            log.info("%s: no request could be sent for it to its cohort: %s", self.request_id, error)
 
 
 def with_terms(reward: Reward, played: Trajectory) -> Reward:
-    """Return the reward with `play_terms` added."""
+    """Return the reward with the terms of `play_terms` added."""
     return replace(reward, terms={**reward.terms, **play_terms(played)})
 
 
@@ -241,7 +240,7 @@ def tool_rewards(played: Trajectory) -> ToolRewards:
 
 
 def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    """Return the trajectory with this reward; an invalid reward makes a trajectory that had not failed a failed one."""
+    """Return the trajectory with this reward. If the reward is invalid, the trajectory's status becomes a failure."""
     status = trajectory.status
     if not reward.valid and not status.is_error:
         is_own = reward.failure_kind.startswith(("reward_", "judge_"))
@@ -250,7 +249,7 @@ def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
 
 
 def play_terms(played: Trajectory) -> dict[str, float]:
-    """Return numbers about the play that are recorded beside the reward's own terms.
+    """Return numbers about a trajectory that are recorded beside the reward's own terms.
 
     Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
     "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.

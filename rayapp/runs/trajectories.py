@@ -321,7 +321,7 @@ class Selection:
 
     min_reward: float
     max_per_prompt: int | None = None
-    """Most trajectories per prompt, the earliest first; None takes all."""
+    """Maximum number of trajectories per prompt, the earliest first; None: no limit."""
     first_step: int = 1
     last_step: int | None = None
 
@@ -333,7 +333,7 @@ class Selected:
     num_read: int = 0
     num_written: int = 0
     num_repeated: int = 0
-    """Left out because another trajectory of the same prompt has the same tokens."""
+    """Trajectories left out because another trajectory of the same prompt has the same tokens."""
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:

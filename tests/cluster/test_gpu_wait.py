@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def cluster(without_torch: None) -> Iterator[Any]:
+def cluster(stand_in_engines: None) -> Iterator[Any]:
     """A head with one GPU. A later test adds a node."""
     from ray.cluster_utils import Cluster
 

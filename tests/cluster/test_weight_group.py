@@ -29,7 +29,6 @@ from support.ports import free_port
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
 ]

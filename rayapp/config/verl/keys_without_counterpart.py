@@ -28,18 +28,39 @@ _ESTIMATED = {
 """KL over sampled tokens: (use_policy_gradient, loss_mode) -> direction of the KL whose gradient it is."""
 
 
+_OF_LOSS = {
+    "policy_loss_mode": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
+    "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
+    "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
+}
+"""Keys of the distillation's own policy loss, and the policy's with their defaults."""
+
+
 def distillation(key: str, value: Any, values: Values) -> Landing:
     """Map all keys of the section together, as their meanings depend on each other."""
     if not value:
         return Landing(note="no teacher")
     settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
     takes_rewards = bool(values.get(f"{_LOSS}.use_task_rewards", True))
+    if values.get(f"{_LOSS}.use_policy_gradient"):
+        _check_loss(values)
     settings |= {
         "distillation.teacher": _teacher(values),
         "distillation.weight": float(values.get(f"{_LOSS}.distillation_loss_coef", 1.0)) if takes_rewards else 1.0,
         "distillation.reward_weight": float(takes_rewards),
     }
     return Landing(settings=settings, note="the learners hold the teacher, and it has no servers of its own")
+
+
+def _check_loss(values: Values) -> None:
+    """Check that the teacher's advantages go through the loss of the rewards': here both are one sum."""
+    for name, (key, default) in _OF_LOSS.items():
+        own, policys = values.get(f"{_LOSS}.{name}", default), values.get(key)
+        if own != (default if policys is None else policys):
+            raise ConfigError(
+                f"{_LOSS}.{name} = {own!r} can't be imported: advantages of the teacher and of rewards go through one "
+                f"loss, of {key} = {policys!r}. Set both alike."
+            )
 
 
 def _kl(values: Values) -> dict[str, Any]:
@@ -326,6 +347,11 @@ TRAINER_REST: dict[str, Rule] = {
         "global_profiler.*",
         "skip.*",
     ),
+    **dict.fromkeys(
+        [f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "async_rollout")],
+        only(False, why="groups are always sampled; `rayapp train --replay` trains on recorded ones"),
+    ),
+    "trainer.v1.sampler.custom_sampler.path": only(None, why="groups are trained in the order of their prompts"),
     "transfer_queue.enable": no_effect("groups travel through Ray's object store"),
     "transfer_queue.*": no_effect("groups travel through Ray's object store"),
 }

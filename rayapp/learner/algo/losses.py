@@ -6,7 +6,7 @@ its own rows instead; `policy_loss` rescales it, so that micro-batches and ranks
 
 `coupled_gradients` serves losses that depend on the whole mini-batch (clip_cov, kl_cov, normalized weights). Every rank
 computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps
-d loss / d log-prob, which its own micro-batches then push back through the model. So the result depends on neither
+d loss / d log-prob, with which the backward of its own micro-batches starts. So the result depends on neither
 micro-batches nor ranks, random choices included.
 """
 

@@ -6,7 +6,7 @@ at a time. Experts that are stacked into one tensor are read one by one, each on
 
 Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
 for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
-It defines each family's conversions. `sources_of` reads them for loading, and stores the conversions that it used on
+It defines each family's conversions. `sources_of` reads the conversions for loading, and stores those that it used on
 the model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that are
 converted together: converting group by group never holds a second model.
 """
@@ -33,16 +33,16 @@ from rayapp.learner.state.lora import ADAPTER, BASE
 
 @dataclass(slots=True)
 class TensorOrigin:
-    """Tensors of the files that one or more of the model's tensors are made from."""
+    """Tensors of the files from which one or more of the model's tensors are made."""
 
     converter: Any = None
-    """A `WeightConverter` of transformers; None if the file's tensor is used as it is, maybe under another name."""
+    """A `WeightConverter` of transformers; None if the file's tensor is used unchanged, possibly under another name."""
     names: dict[str, list[str]] = field(default_factory=dict)
     """Names in the files, by the converter's pattern that they match."""
 
 
 def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor]) -> dict[str, TensorOrigin]:
-    """Return the origins of the model's tensors, each by the first tensor that it gives.
+    """Return the origins of the model's tensors, by the first tensor that each origin gives.
 
     Tensors that the model lacks, such as layers for speculation, are left out. Follows
     `transformers.core_model_loading`, which needs the model in one process.
@@ -145,9 +145,8 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
-    """Fill this rank's part of every parameter except adapters, and all persistent buffers.
-
-    If the files have both tensors of a tied pair, the embedding's is used, as in vLLM.
+    """Fill this rank's part of every parameter except adapters, and all persistent buffers. If the files have both
+    tensors of a tied pair, the embedding is used, as in vLLM.
 
     Args:
         causal_lm: a transformers model whose parameters are sharded (DTensors) or whole, with memory.
@@ -164,8 +163,8 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
     missing = [name for name, p in targets.items() if isinstance(p, nn.Parameter) and id(p) not in filled]
     if missing:
         raise InputError(
-            f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: it is torn, or "
-            "its config.json is of another model."
+            f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: the download is "
+            "incomplete, or config.json belongs to another model."
         )
     num_weights = sum(tensor.numel() for tensor in causal_lm.parameters())
     log.info("read %.1f million weights, of %.1f million", num_read / 1e6, num_weights / 1e6)
@@ -185,7 +184,7 @@ def read_whole(
     Args:
         causal_lm: a model on the meta device.
         sources: origins of all its tensors.
-        names: all names of a group (`hub_names.groups_of`), or tensors that are converted alone.
+        names: all names of a group (`groups_of`), or tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]
@@ -273,6 +272,6 @@ def _shape(tensor: Any) -> Any:
 def _check_shape(name: str, found: list[int], target: Tensor) -> None:
     if found != list(target.shape):
         raise InputError(
-            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: they are of "
-            "two models."
+            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: the files "
+            "are of two models."
         )

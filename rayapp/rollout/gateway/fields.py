@@ -1,6 +1,6 @@
-"""Fields of a request's body other than messages: which are harmless, which have no effect, which are refused.
+"""Sorts the fields of a request that a dialect does not read: harmless, without effect, unknown, or refused.
 
-Each dialect calls it with the names of the fields that it reads itself. Pure.
+Each dialect calls `other_fields` with the names of the fields that it reads itself. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rayapp.rollout.gateway.conversation import RefusedError, not_offered
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the words of a text that is divided by white space."""
     return frozenset(text.split())
 
 
@@ -22,9 +22,9 @@ _HARMLESS = names("""
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-"""Fields about the caller, or about a service's storage and speed."""
+"""Fields that are ignored silently: they are about the caller, or about a service's storage and speed."""
 _NOT_FOLLOWED = names("context_management include reasoning reasoning_effort thinking truncation verbosity")
-"""Fields for settings that the chat template or the session determines."""
+"""Fields that are ignored and named in the reply: the chat template or the session determines their settings."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
@@ -44,8 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-"""Fields that would change the sampling or request something that is missing here, with their values that do
-neither."""
+"""Fields that would change the sampling or request an unsupported feature, with the values of each that do neither."""
 
 _MAX_FIELDS = 100
 
@@ -66,7 +65,7 @@ def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
         RefusedError: a field asks for something that is not supported.
     """
     if len(body) > _MAX_FIELDS:
-        raise RefusedError("invalid", f"a body has {len(body)} fields: at most {_MAX_FIELDS} are read")
+        raise RefusedError("invalid", f"the body has {len(body)} fields: at most {_MAX_FIELDS} are allowed")
     not_followed, unknown = list[str](), list[str]()
     for name, value in body.items():
         if value is None or name in read or name in _HARMLESS:

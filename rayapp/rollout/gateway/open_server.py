@@ -3,8 +3,8 @@
     POST /v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
     GET /metrics | /health    without a key
 
-Each call gets its own session, which ends with it: nothing is kept, so memory does not grow. Requests set the
-distribution, as evaluation harnesses choose their own.
+Each call gets its own session, which ends with the call: nothing is kept, so memory does not grow. Requests may set the
+sampling distribution, because evaluation harnesses choose their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Numbers:
-    """Metrics of `/metrics`, in a registry per server: a process may have several servers."""
+    """Metrics behind `/metrics`. Each server has its own registry: a process may have several servers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -48,14 +48,14 @@ class Numbers:
         )
         self.seconds = Histogram(
             f"{name}_request_seconds",
-            "From a call's arrival to the end of its answer.",
+            "Seconds from a call's arrival to the end of its answer.",
             registry=registry,
             buckets=_BUCKETS_S,
         )
 
 
 class OpenDoor:
-    """Opens a session for each call that has the key; the session ends with the call."""
+    """Opens a session for each call that has the server's key; the session ends with the call."""
 
     def __init__(self, formats: Formats, engine: RolloutEngine, sampling: SamplingParams, key: str) -> None:
         self._formats, self._engine, self._key = formats, engine, key
@@ -92,7 +92,7 @@ class OpenDoor:
     async def count(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # Label by the route's path: other paths would each make a new series.
+        # Label by the route's path: with the request's own path, each unknown path would add a time series.
         resource = request.match_info.route.resource
         path, status, started_s = resource.canonical if resource is not None else "other", 499, time.monotonic()
         try:
@@ -117,14 +117,14 @@ async def open_to_all(
     sockets: Sequence[socket.socket],
     max_connections: int = 0,
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the server's address.
+    """Run the server while the block runs; yield the server's URL.
 
     Args:
-        model: the name that it is listed under.
+        model: name of the policy in the list of models.
         sampling: limit of a call's prompt and answer together, and defaults of requests.
         key: key that clients send.
         sockets: sockets from `bound` to listen on.
-        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024.
+        max_connections: maximum connections at once; 0 for half of this process's file descriptors, at most 1024.
     """
     door = OpenDoor(formats, engine, sampling, key)
     listening = Listening(open_application(door, model), max_connections=max_connections)
@@ -136,7 +136,7 @@ async def open_to_all(
 
 
 def open_application(door: OpenDoor, model: str) -> web.Application:
-    """Return the application of such a server."""
+    """Return the web application of the server of `rayapp serve`."""
     app = Api(door, model=model).application()
     app.middlewares.append(door.count)
 

@@ -1,9 +1,9 @@
 """One trajectory's conversations with the policy: reads calls, writes replies, and records every token.
 
-    Ask -> its place (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
+    Ask -> recorded part (Conversations) -> recorded ids + new ids -> engine -> Recorder, Conversations -> Reply
 
-The gateway makes one for each trajectory and ends it with the trajectory. Mistakes of the agent are `RefusedError`s. A
-failure of the engine is one too, and ends the session: `trouble` then has the error.
+The gateway makes one session for each trajectory and ends it with the trajectory. An agent's mistake raises a
+`RefusedError`. So does a failure of the engine, which also ends the session and sets `trouble` to the engine's error.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
 MAX_RECORDED_CHARS = 16_384
-"""Most characters of a tool's result in the record of its call; the policy reads the whole result."""
+"""Maximum characters of a tool's result in the record of its call; the policy reads the whole result."""
 _MAX_CHARS_A_TOKEN = 32
-"""Most characters per token, on average over a prompt. A longer prompt can't fit, and is refused before it is
-rendered."""
+"""Maximum characters per token, on average over a prompt. A prompt with more can't fit into the session's tokens, and
+is refused before it is rendered."""
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
-"""Bytes of a body besides its messages' texts: tools, and an API's fields around each message."""
+"""Bytes and JSON values allowed in a body besides its messages' texts: for tools and the fields around each message."""
 _MAX_TOOL_SETS = 32
-"""Most sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
+"""Maximum sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
 _SMALL = 16 << 10
-"""Bytes or characters up to which input is read on the event loop, in milliseconds."""
+"""Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
-"""Reads bodies and renders prompts. Each session has at most one of these threads at a time."""
+"""Threads that read bodies and render prompts. Each session uses at most one thread at a time."""
 _T = TypeVar("_T")
 
 
@@ -64,13 +64,14 @@ class SessionLimits:
     """Limits of a session's use of the policy."""
 
     max_tokens: int
-    """Tokens over all of its conversations, read and sampled, each counted once: the limit of one trajectory."""
+    """Maximum tokens of all the session's conversations together, read and sampled. A token that several calls share
+    counts once."""
     max_turns: int
-    """Maximum turns of the policy; each of several choices is one."""
+    """Maximum turns of the policy. A call with n choices takes n turns."""
 
     @property
     def max_chars(self) -> int:
-        """Most characters of a prompt's messages."""
+        """Maximum characters of a prompt's messages."""
         return _MAX_CHARS_A_TOKEN * self.max_tokens
 
     @property
@@ -79,13 +80,13 @@ class SessionLimits:
 
     @property
     def max_body_values(self) -> int:
-        """Most JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
+        """Maximum JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
         return _BODY_VALUES + 3 * self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A prompt, and the place that it continues from."""
+    """Prompt of a call, and the recorded token that it continues from."""
 
     format: Format
     after: int
@@ -101,7 +102,7 @@ class _Turn:
     """A recorded turn."""
 
     number: int
-    """Its index in `Recorder.turns`."""
+    """Index of the turn in `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""
@@ -109,16 +110,16 @@ class _Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """See the module."""
+    """Conversations of one trajectory with the policy."""
 
     formats: Formats
     engine: RolloutEngine
     sampling: SamplingParams
-    """Sampling of every turn. The agent sets numbers of tokens and choices, and stop texts; the run sets the
-    distribution."""
+    """Sampling settings of every turn. They fix the distribution; the agent sets only the number of tokens and choices,
+    and stop texts."""
     limits: SessionLimits
     follows_requests: bool = False
-    """True if requests also set the distribution, as the session is not trained on."""
+    """True if requests may also set the distribution, because the session is not trained on."""
     request_id: RequestId
     """Id of the trajectory; turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -126,21 +127,21 @@ class Session:
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
-    """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
+    """Limit that caused the last call to be refused or its answer to be cut. A later call that fits clears it."""
     only_model: str = ""
-    """If set, record only calls that name this model; other calls are answered without taking turns. Empty: record
-    all."""
+    """Name of the model whose calls are recorded: calls that name another model are answered without taking turns.
+    Empty records all calls."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Fails if the engine does."""
+    """Future that fails with the engine's error when the engine fails."""
     _conversations: Conversations = field(default_factory=Conversations)
     _replies: dict[str, tuple[Said, ...]] = field(default_factory=dict)
-    """Conversation up to each reply, by the reply's id, for calls that continue from it (Responses)."""
+    """Conversation up to each reply, by the reply's id, for calls that continue from a reply (Responses)."""
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
     _sides: list[Session] = field(default_factory=list)
-    """Sessions of single unrecorded calls, while they are answered."""
+    """Sessions of calls that are not recorded: one session per call, while the call is answered."""
     _num_sides: int = 0
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
@@ -152,9 +153,9 @@ class Session:
             RefusedError: the body is not a call of that API.
         """
         if len(body) > self.limits.max_body_bytes:
-            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_bytes:,} bytes in this session")
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
-            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
         return await self._beside(len(body), lambda: read(body))
 
     async def ask(self, ask: Ask) -> Reply:
@@ -179,14 +180,14 @@ class Session:
         return self.only_model not in ("", ask.model)
 
     async def _asked_aside(self, ask: Ask) -> Reply:
-        """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
+        """Return the reply to a call that is not recorded. The call gets its own session, which ends with it."""
         self._check_open()
         self._num_sides += ask.num_choices
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
-                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: it serves "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {self.only_model!r}",
+                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names, the maximum "
+                f"({_SIDE_CALLS_A_TURN} * agent.max_assistant_turns). Name the model {self.only_model!r}",
             )
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
@@ -220,19 +221,19 @@ class Session:
         return reply
 
     async def count(self, ask: Ask) -> int:
-        """Return the number of tokens of the prompt that a call would have."""
+        """Return the number of tokens in the prompt of a call, without sampling."""
         if self._is_side(ask):
             return await self._side(self.request_id).count(ask)
         self._check_open()
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
-        """Set `trouble`, which the player watches: the trajectory can't continue."""
+        """Set `trouble`, so that the agent waiting on it ends the trajectory."""
         if not self.trouble.done():
             self.trouble.set_exception(error)
 
     def end(self) -> None:
-        """Serve no more calls, and cancel those that wait for the engine. Idempotent."""
+        """Serve no more calls, and cancel the turns that wait for the engine. Idempotent."""
         self.is_over = True
         for task in self._running:
             task.cancel()
@@ -247,8 +248,8 @@ class Session:
         """Return the session's record.
 
         Args:
-            failure: why the agent's program failed; empty if it ended normally, or by a limit.
-            answer: answer that the agent handed in; None: the text of the last turn.
+            failure: reason why the agent's program failed; empty if it ended normally or a limit ended it.
+            answer: answer that the agent handed in; None for the text of the last turn.
             ran_out: True if the agent's time was up.
             output: output of its program.
         """
@@ -264,9 +265,7 @@ class Session:
             return in_order(ask.messages)
         before = self._replies.get(ask.previous)
         if before is None:
-            why = (
-                "each call stands for itself here" if self.follows_requests else "this session has given no such reply"
-            )
+            why = "this server keeps no replies" if self.follows_requests else "this session has no reply with this id"
             raise RefusedError("invalid", f"previous_response_id {ask.previous!r:.60}: {why}. Send the whole input")
         # Instructions belong to one call: those of the previous call are not continued.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
@@ -276,7 +275,7 @@ class Session:
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()
         if not messages or messages[-1].role == "assistant":
-            raise RefusedError("invalid", "the last message must be the user's or a tool's: the policy speaks next")
+            raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
         if not 1 <= ask.num_choices <= MOST_CHOICES:
             raise RefusedError("invalid", f"n is {ask.num_choices}: it must be from 1 to {MOST_CHOICES}")
         if ask.form is not None and not self.follows_requests:
@@ -291,12 +290,12 @@ class Session:
     def _take_turns(self, number: int) -> range:
         """Return the numbers of the next turns."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
-            raise RefusedError("busy", f"a session waits for at most {MOST_TURNS_AT_ONCE} turns at once")
+            raise RefusedError("busy", f"more than {MOST_TURNS_AT_ONCE} turns at once: wait until one ends")
         if self._num_asked + number > self.limits.max_turns:
             raise RefusedError(
                 "turns",
                 f"the session has had {self._num_asked} of its {self.limits.max_turns} turns "
-                "(agent.max_assistant_turns), and no more are served",
+                "(agent.max_assistant_turns): too few are left for this call",
             )
         self._num_asked += number
         return range(self._num_asked - number + 1, self._num_asked + 1)
@@ -316,7 +315,7 @@ class Session:
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run work that is slow for large input in a thread, one at a time per session."""
+        """Run `work` in a thread if its input is large; a session runs one such piece of work at a time."""
         if size <= _SMALL:
             return work()
         async with self._thread:
@@ -381,28 +380,28 @@ class Session:
         if left < 1:
             raise RefusedError(
                 "tokens",
-                f"the prompt has {num_new} tokens that the session has not had, and {self.tree.size} of its "
+                f"the prompt has {num_new} tokens that are new to the session, and {self.tree.size} of the session's "
                 f"{self.limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) are used: its "
                 "maximum context length is reached",
             )
         return left
 
     async def _turns(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> list[_Turn]:
-        """Sample and record this number of turns after one prompt."""
+        """Sample and record `number` turns that follow the same prompt."""
         numbers = self._take_turns(number)
         tasks = [asyncio.create_task(self._turn(wanted, sampling, each)) for each in numbers]
         self._running.update(tasks)
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            # the cancellation came from the caller, who has gone, or from `end`
+            # Either the client has disconnected, or `end` cancelled the turns.
             self._check_open()
             raise
         except RayappError as error:
             if sampling.json_schema and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
-                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error:.300}") from error
+                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error!s:.300}") from error
             self.fail(error)
-            raise RefusedError("engine", f"the policy can't be asked: {type(error).__name__}") from error
+            raise RefusedError("engine", f"the engine failed: {type(error).__name__}") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -410,7 +409,7 @@ class Session:
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> _Turn:
         if sampling.seed is not None:
-            # The same prompt sent again must get a new answer.
+            # Give each turn its own seed: the same prompt sent again must get a new answer.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
@@ -439,8 +438,10 @@ class Session:
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
-        """Return the calls of a turn and the text outside them. If one call can't be read, the whole turn is text: the
-        agent could not answer that call."""
+        """Return the calls of a turn and the text outside them.
+
+        If one call can't be parsed, return the whole turn as text: the agent could not answer that call.
+        """
         if ask.form is not None and ask.form.is_calls:
             return _formed_calls(said)
         if not ask.tools or not ask.reads_calls or ask.form is not None:
@@ -466,7 +467,7 @@ class Session:
 
 
 def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
-    """Return the tokens for the policy to read after the token at `found.after`."""
+    """Return the ids of the prompt's tokens after the recorded token `found.after`."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:
@@ -480,7 +481,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer that had to be a list of calls; its text if it was cut."""
+    """Return the calls of an answer that had to be a list of calls, and ""; no calls and the text if it was cut."""
     try:
         made: list[dict[str, Any]] = json.loads(said)
         return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""

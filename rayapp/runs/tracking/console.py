@@ -58,7 +58,7 @@ LEGEND = (
     "pass rate: share of tests passed; solved: completions that pass all; no signal: groups of equal rewards, which "
     "teach nothing; entropy: near 0 the policy repeats itself; stale: steps between sampling and training weights"
 )
-"""What the labels of FORMATS mean, said once, when the first of them is shown."""
+"""Meanings of the labels in FORMATS, shown once, before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:

@@ -96,7 +96,7 @@ class RunTracker:
     def _guarded(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # boundary: a tracker is never worth a run
+        except Exception as error:  # boundary: a failing tracker must not end the run
             if name not in self._num_failed:
                 kind = type(error).__name__
                 log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, kind, error)
@@ -145,8 +145,8 @@ def check_packages(chosen: Sequence[str]) -> None:
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"tracking.trackers names {', '.join(missing)}, but the package is not installed here: "
-            f"pip install {' '.join(missing)}, or leave it out"
+            f"tracking.trackers names {', '.join(missing)}, but the package is not installed: pip install "
+            f"{' '.join(missing)}, or remove the tracker"
         )
 
 

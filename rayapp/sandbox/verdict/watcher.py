@@ -1,12 +1,12 @@
 """Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report at its end.
 
-    job -> fork -> child: harness (frames go to a pipe of their own)
+    job -> fork -> child: harness (frames go to a separate pipe)
              '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
 
 Self-contained (standard library only): `program.py` sends its source together with the harness's and that of
-`core/supervisor.py`, which ends the child and all that it started. The deadline is kept here, next to the code, so
-that a slow network is never mistaken for slow code. Its report is trusted no more than the candidate, who could
-replace it: no expected value is here, so forging a report gains nothing.
+`core/supervisor.py`, which ends the child and all processes that it started. The watcher enforces the deadline next to
+the code, so that a slow network is never mistaken for slow code. Its report is as untrusted as the candidate, which
+could replace it; the sandbox has no expected value, so a forged report doesn't help a candidate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
-"""Size of all frames of one job."""
+"""Maximum bytes of all frames of one job."""
 LINE_CHARS = 16384
-"""Longest report line: some servers drop lines of 64 KiB and more."""
+"""Maximum length of a report line: some servers drop lines of 64 KiB and more."""
 _PR_SET_PDEATHSIG = 1
 _END_ROUNDS = 100
 _PIPES = ("stdout", "stderr", "frames")
@@ -34,13 +34,13 @@ Job = dict[str, Any]
 
 
 def main(job: Job, harness: Job, supervisor: Job) -> None:
-    """Do one job and print its report.
+    """Run one job and print its report.
 
     Args:
         job: kind (script, calls, command, read), its inputs, env, timeout_s, max_output_bytes, and the nonce that marks
             report lines.
-        harness: names of `harness.py`.
-        supervisor: names of `supervisor.py`.
+        harness: global names of the module `harness.py`.
+        supervisor: global names of the module `supervisor.py`.
     """
     report = _read_file(job) if job["kind"] == "read" else _watch(job, harness, supervisor)
     text = base64.b64encode(json.dumps(report).encode()).decode()
@@ -50,7 +50,7 @@ def main(job: Job, harness: Job, supervisor: Job) -> None:
 
 
 def _end_with(watcher: int) -> None:
-    """Let the kernel kill the candidate when its watcher dies: a killed watcher can't end it."""
+    """Let the kernel kill this process, the candidate's, when the watcher dies: a dead watcher can't end it."""
     with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes
         import ctypes
 
@@ -98,7 +98,7 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
-    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the stop cause."""
+    """Read the child's output until it ends, its time is up, or it wrote too much. Returns output and stop cause."""
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:
@@ -128,7 +128,7 @@ def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> Non
         try:
             os.setsid()
         except PermissionError:
-            # A local sandbox (behind an MCP server, say) refuses sessions: a process group of its own is enough there.
+            # A local sandbox (for example behind an MCP server) refuses setsid: a separate process group is enough.
             os.setpgid(0, 0)
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)

@@ -1,13 +1,13 @@
 """Requests on single objects of a bucket, with checksums and retries: the base of `S3Storage`, uploads and downloads.
 
 Every object carries its SHA-256 in its metadata, and is verified against it when it is read. Each write also sends a
-CRC, with which the server refuses damaged bodies. It is computed here, in a thread: the client would compute it on the
-event loop, and over TLS wrap the body in chunks to append it, which not every service reads.
+CRC, with which the server refuses damaged bodies. A thread of ours computes the CRC, because the client would compute
+it on the event loop, and over TLS append it to a chunked body, which not every service supports.
 
 `with_retries` repeats requests. botocore's own retries are switched off.
 
-`translate` converts botocore's exceptions to StorageErrors with a way out; `is_transient` tells which ones a retry may
-fix.
+`translate` converts botocore's exceptions to StorageErrors with a way out; `is_transient` is true for exceptions that a
+retry may fix.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.files import Location, check_key
 from rayapp.core.http import pauses_s
-from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
-from rayapp.storage.hashing import hash_bytes
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, hash_bytes
 from rayapp.storage.settings import S3Settings
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}

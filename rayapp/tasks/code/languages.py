@@ -53,7 +53,7 @@ class Language:
     nothing: str
     """A program that does nothing."""
     compile_mib: int = 768
-    """Least memory of its sandboxes: the compiler's."""
+    """Minimum memory of its sandboxes, in MiB, which the compiler needs."""
     extra_mib: int = 0
     """Memory that the language's runtime needs beside the program's."""
     has_limit: bool = True

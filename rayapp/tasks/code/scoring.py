@@ -1,11 +1,12 @@
 """The rule `code_tests`: scores the code in an answer by tests that run in sandboxes.
 
-    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compared here -> Reward
+    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compare -> Reward
                                             '- compiled there first, if it is not Python (`languages.py`)
 
-A program gets its test's standard input, a function its arguments; expected results never leave this process. A test is
-failed if it raises, is stopped, or gives another result. Tests that earlier completions of the same problem failed run
-first: if one failure decides the verdict, most wrong answers cost one execution.
+A program gets its test's standard input, a function its arguments. Expected results never enter the sandbox: they are
+compared in this process. A test fails if the code raises, is stopped, or gives another result. The tests that earlier
+completions of the same problem failed run first, so that most wrong answers cost one execution if one failure decides
+the verdict.
 """
 
 from __future__ import annotations
@@ -61,21 +62,26 @@ class CodeProblem:
         """Return the tests.
 
         Raises:
-            InputError: the ground truth is not a code problem; the check before a run reports this first.
+            InputError: the ground truth is not a code problem. The check before a run finds such rows.
         """
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
-    async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
-        """Score an answer. Never raises because of the answer's text, or for a failed sandbox.
+    async def fenced(self, code: str) -> str:
+        """Return code in the problem's language as an answer. Raises InputError as `tests`."""
+        language = (await self.tests()).language
+        return f"```{language.fences[0] if language else 'python'}\n{code.rstrip()}\n```\n"
 
-        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if there is code that
-        parses), and `verdict/forgeable` if some of the tests ran beside the candidate.
+    async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
+        """Return the reward of an answer. The answer's text and failed sandboxes never cause an exception.
+
+        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if the answer has code
+        that parses), and `verdict/forgeable` if some of the tests ran beside the candidate's code.
 
         Args:
-            seed: draws the tests if not all are run; the same for all completions of a group.
-            prefill: the part of the answer that the prompt already contains.
+            seed: seed that draws the tests, if not all are run. All completions of a group have the same seed.
+            prefill: part of the answer that the prompt already contains.
         Raises:
-            InputError: as `tests`.
+            InputError: the ground truth is not a code problem.
             SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
@@ -94,10 +100,10 @@ class CodeProblem:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Run every test on an answer; return for each the reason of failure (empty if passed) and its seconds.
+        """Run every test on an answer. Returns a pair per test: the reason of failure (empty if passed), and seconds.
 
         Raises:
-            InputError: as `tests`.
+            InputError: the ground truth is not a code problem.
             SandboxError: the sandbox failed.
             TextTooCostlyError, TextReadingFailedError: the answer can't be read.
         """
@@ -128,7 +134,7 @@ class CodeProblem:
         stops_early = self.rules.score == "all"
         num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
         for index in _failures.first(self.ground_truth, chosen) if stops_early else chosen:
-            problem, took_s = "out of time: reward.code.total_timeout_s is used up", 0.0
+            problem, took_s = "out of time: the earlier tests used up reward.code.total_timeout_s", 0.0
             if left_s > 0:
                 problem, took_s = await candidate.run(tests.tests[index], sandbox, left_s)
             left_s -= took_s
@@ -156,7 +162,7 @@ class CodeProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A policy's code; runs it on each kind of test, after it was compiled in this sandbox."""
+    """Code that the policy wrote, with methods that compile it and run it on each kind of test."""
 
     screened: Screened
     code: str
@@ -182,7 +188,7 @@ class _Candidate:
         return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
 
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
-        """Return the reason of failure (empty if the test is passed), and the seconds it took."""
+        """Return the reason of failure (empty if the test passed), and the seconds that the test took."""
         timeout_s = min(left_s, self.rules.test_timeout_s)
         match test:
             case StdinTest():
@@ -286,14 +292,14 @@ def _failed(status: str, detail: str) -> Reward:
 
 
 class _Failures:
-    """Failed tests of recent problems, latest first. They determine an order, never a verdict."""
+    """Indices of failed tests by problem, latest first. They decide the order of tests, never a verdict."""
 
     def __init__(self, most_problems: int = 1024) -> None:
         self._most = most_problems
         self._seen: OrderedDict[int, list[int]] = OrderedDict()
 
     def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
-        """Return the chosen tests, with those that failed before first."""
+        """Return the chosen tests; tests that failed earlier answers come first."""
         failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
         return [*failed, *(index for index in chosen if index not in failed)]
 

@@ -131,11 +131,11 @@ def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"learning_rat": 1}, "learning_rat is no field.*did you mean learning_rate"),
+        ({"learning_rat": 1}, "learning_rat is not a known field.*did you mean learning_rate"),
         ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
         ({"top_p": 0.9}, "bias the importance ratio"),
         ({"num_iterations": 2}, "trained on once"),
-        ({"lr_scheduler_type": "polynomial"}, "known here are: linear"),
+        ({"lr_scheduler_type": "polynomial"}, "supported are: linear"),
         ({"per_device_train_batch_size": 3}, "can't be split into groups"),
         ({"eval_strategy": "epoch"}, "give a number of steps"),
         ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),

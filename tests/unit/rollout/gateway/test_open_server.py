@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from actors.routing import AnyServer
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, EngineError
 from rayapp.core.types import SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
@@ -125,7 +125,7 @@ async def test_metrics_count_calls_tokens_and_the_policys_version(serve: Any) ->
 async def test_nothing_of_a_call_is_kept(serve: Any) -> None:
     async with serve("x" * 300) as (url, _):
         first = await client(url).responses.create(model="any", input="hi")
-        with pytest.raises(openai.BadRequestError, match="each call stands for itself here"):
+        with pytest.raises(openai.BadRequestError, match="this server keeps no replies"):
             await client(url).responses.create(model="any", input="more", previous_response_id=first.id)
         gc.collect()
 
@@ -172,7 +172,7 @@ async def test_a_harness_gets_json_and_calls_in_the_form_that_it_asks_for(serve:
             tools=[{"name": "echo", "input_schema": {"type": "object"}}],
             tool_choice={"type": "tool", "name": "echo"},
         )
-        with pytest.raises(openai.BadRequestError, match="which tools don't have"):
+        with pytest.raises(openai.BadRequestError, match="tool_choice demands a call, but tools is empty"):
             await chat.create(**asked, tool_choice="required")
         with pytest.raises(openai.BadRequestError, match="unknown fields: dry_multiplier"):
             await chat.create(**asked, extra_body={"dry_multiplier": 1})
@@ -185,6 +185,19 @@ async def test_a_harness_gets_json_and_calls_in_the_form_that_it_asks_for(serve:
     assert schemas[0]["items"]["properties"]["name"] == {"type": "string", "enum": ["echo"]}
     assert schemas[1:3] == [schema, {"type": "object"}]
     assert schemas[3]["maxItems"] == 1
+
+
+async def test_a_schema_that_the_engine_can_not_follow_is_refused_in_its_words(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*asked: Any) -> Any:
+        raise EngineError("VLLMValidationError: Grammar error: Invalid type: nonsense")
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nonsense"}}}
+    async with serve() as (url, engine):
+        monkeypatch.setattr(engine, "generate", generate)
+        with pytest.raises(openai.BadRequestError, match=r"can't follow this JSON schema: VLLMV.* type: nonsense"):
+            await client(url).chat.completions.create(model="any", messages=HI, response_format=form)
 
 
 async def test_silent_connections_keep_nobody_out(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
