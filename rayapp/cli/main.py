@@ -75,6 +75,7 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(sandbox.images_app, name="images")
 
 
 def _show_as_written(typed: typer.Typer) -> None:

@@ -490,6 +490,8 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False
     """Programs in the sandbox may connect to one port of their loopback, on which the sandbox's holder listens."""
+    workdir: str = ""
+    """Working folder in an image; empty: the image's own."""
     own_files: bool = False
     """Code may write files, and the sandbox has its own root folder, in which /app and /tests can be made."""
 

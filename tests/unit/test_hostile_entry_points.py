@@ -498,13 +498,13 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/runs/view/server.py": "view",
-    "rayapp/sandbox/local/canary.py": OURS,
     **{
         f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
         for name in ("manifest", "pull", "sources")
     },
     "rayapp/sandbox/images/store.py": OURS,
     "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
+    "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
     "rayapp/sandbox/local/inside/guest.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,

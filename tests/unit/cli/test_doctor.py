@@ -297,7 +297,7 @@ def test_a_disk_that_the_best_checkpoints_would_fill_is_found_before_the_run(mod
 def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rayapp.cli.doctor.gpu_names", lambda: ["g"] * 2)
-    monkeypatch.setattr("rayapp.learner.memory.gpus.gpu_here", lambda: None)
+    monkeypatch.setattr("rayapp.learner.memory.shape.gpu_here", lambda: None)
     monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 8 << 30)
     sections = {"cluster": {"device": "gpu", "placement": "colocated"}, "model": {"path": str(model)}}
 

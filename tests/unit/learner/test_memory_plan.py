@@ -14,7 +14,6 @@ from rayapp.cli.plan import plan_command
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB, Gpu, gpu_called
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
     largest_server_share,
@@ -31,7 +30,7 @@ from rayapp.learner.memory.plan import (
     plan_node,
     plan_server,
 )
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
 
 SHAPE = ModelShape(
