@@ -498,8 +498,15 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/runs/view/server.py": "view",
+    **{
+        f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
+        for name in ("manifest", "pull", "sources")
+    },
+    "rayapp/sandbox/images/store.py": OURS,
+    "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
     "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
+    "rayapp/sandbox/local/inside/guest.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
     "rayapp/sandbox/service/app.py": "sandbox service",
