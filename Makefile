@@ -13,8 +13,8 @@ DEVICE ?= cpu
 INSTALLER ?= auto
 ARGS ?=
 BENCH ?=
-# Test files that run in parallel. 3 suits two cores: tests spend much of their time waiting.
-JOBS ?= 3
+# Test files that run in parallel: three for two cores, as tests spend much of their time waiting, and at most 24.
+JOBS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n > 24 ? 24 : n > 3 ? n : 3)))
 BIN := .venv/bin
 # Our files are UTF-8, whatever the locale.
 export PYTHONUTF8 := 1

@@ -1,9 +1,9 @@
-"""`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
+"""`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
 Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
 
-Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, and
-doesn't need PyTorch, which takes seconds to import.
+Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, but
+does not need PyTorch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+from ray.exceptions import RayError
+
 from actors.handles import VllmServerHandle
 from actors.spawn import free_address
-from actors.weight_client import ServersClient
 from rayapp.config.config import Config
-from rayapp.core.errors import LearnerError, first_line
+from rayapp.core.errors import LearnerError, RayappError, WeightSyncError, first_line
 from rayapp.core.logs import about, label_logs
 from rayapp.core.names import large_imports
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
@@ -32,6 +34,84 @@ from rayapp.storage.models.fetch import with_local_model
 if TYPE_CHECKING:
     from rayapp.learner.state.checkpoint import SaveInProgress
     from rayapp.learner.state.sender import WeightSender
+
+
+class ServersClient:
+    """Learner 0's client of the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
+
+    vLLM's own client for Ray waits without a deadline and gives all engines the same ranks. The methods are those of
+    vLLM's `VLLMWeightSyncClient`; vLLM's trainer side calls them from plain threads. The weights don't pass through
+    this class.
+
+    Args:
+        timeout_s: deadline of each call, for the slowest server.
+    """
+
+    def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferRanks, timeout_s: float) -> None:
+        self._servers = servers
+        self._plan = plan
+        self._timeout_s = timeout_s
+        self._version = 0
+        self._checksums: Callable[[], dict[str, int]] = dict
+
+    def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
+        """Set the version and checksums of the next `finish_weight_update`; checksums are computed while sending."""
+        self._version, self._checksums = version, checksums
+
+    def check(self) -> None:
+        """Check that every server is up: vLLM's rendezvous over NCCL waits 300 s for a server that is gone.
+
+        Raises:
+            WeightSyncError: a server is not up; names it.
+        """
+        self._all("ping", [server.actor.ping.remote() for server in self._servers])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._all(
+            "join_weight_group",
+            [server.actor.join_weight_group.remote(info) for server, info in self.init_infos(init_info)],
+        )
+
+    def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
+        """Return the init info of each server, with ranks of its own: vLLM offers rank 1 to all."""
+        if "rank_offset" not in init_info:
+            return [(server, init_info) for server in self._servers]
+        offsets = self._plan.rank_offsets
+        return [(s, init_info | {"rank_offset": offset}) for s, offset in zip(self._servers, offsets, strict=True)]
+
+    def start_weight_update(self) -> None:
+        self._all("begin_update", [server.actor.begin_update.remote() for server in self._servers])
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("receive_weights", [server.actor.receive_weights.remote(update_info) for server in self._servers])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        checksums = self._checksums()
+        refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
+        self._all("finish_update", refs)
+
+    def _all(self, what: str, refs: list[Any]) -> None:
+        """Wait for every server, or until one has failed: the others may be waiting for that one.
+
+        Raises:
+            WeightSyncError: one is gone, refused, or did not answer in time; names it.
+        """
+        name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
+        deadline, late = time.monotonic() + self._timeout_s, refs
+        while late:
+            answered, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            if not answered:
+                raise WeightSyncError(
+                    f"{', '.join(f'{name_of[ref]}.{what}' for ref in late)} did not answer within "
+                    f"server.sync_timeout_s = {self._timeout_s:g} s"
+                )
+            for ref in answered:
+                try:
+                    ray.get(ref, timeout=self._timeout_s)
+                except (RayError, RayappError) as error:
+                    reason = str(error).strip().splitlines()[-1]
+                    raise WeightSyncError(f"{name_of[ref]}.{what}: {reason}") from error
+
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +142,7 @@ class Learner:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
                 f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another. Otherwise look in Ray's logs for why the others ended (dashboard, Actors)."
+                "uses another. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
@@ -99,7 +179,7 @@ class Learner:
             self._rest()
 
     def _rest(self) -> None:
-        """Give the GPU back. When every rank has done so, the driver wakes the servers."""
+        """Return the GPU's memory. When every rank has done so, the driver wakes the servers."""
         from rayapp.learner.distributed import give_back_memory
         from rayapp.learner.memory.idle import moments_of, weights_of
 

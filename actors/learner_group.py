@@ -28,7 +28,7 @@ from rayapp.learner.shares import deal
 T = TypeVar("T")
 
 DEATH_NOTICE_S = 10.0
-"""Time from a rank's death until the other ranks fail and Ray reports it."""
+"""Time from a rank's death until the other ranks fail and Ray reports the death."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class LearnerGroup:
     _written: set[str] = field(default_factory=set, init=False, repr=False)
     """Names of the ranks that have written their part of the present checkpoint."""
     _version: int | None = field(default=0, init=False, repr=False)
-    """Policy version that every rank holds; None during a step, and after a step that broke off."""
+    """Policy version that every rank holds; None during a step, and after a step that failed midway."""
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
     """Unset while a step is trained."""
 
@@ -85,7 +85,7 @@ class LearnerGroup:
     async def train_on(
         self, step: int, summaries: tuple[GroupSummary, ...], groups: Sequence[Group]
     ) -> dict[str, float]:
-        """Do `train_step` on groups that are in this process and not in the object store yet."""
+        """Call `train_step` with groups that are in this process and not in the object store yet."""
         import ray
 
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
@@ -163,7 +163,7 @@ class LearnerGroup:
 
         Raises:
             WeightSyncError: not all weights arrived; the ranks are unchanged.
-            LearnersLostError: a rank failed by itself; the others wait for it.
+            LearnersLostError: a rank failed; the other ranks wait for it.
         """
         try:
             results = await self._all(handle.send_weights(version, timeout_s) for handle in self.handles)
@@ -180,8 +180,8 @@ class LearnerGroup:
             CheckpointError: the ranks don't hold this version.
         """
         if not self.holds(version):
-            held = "what a step left half done" if self._version is None else f"version {self._version}"
-            raise CheckpointError(f"{folder} was to be of version {version}, but the learners hold {held}.")
+            held = "a half-finished step" if self._version is None else f"version {self._version}"
+            raise CheckpointError(f"{folder} is for version {version}, but the learners hold {held}.")
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 

@@ -2,7 +2,7 @@
 
     Ray actor --standard input--> supervisor -> vllm serve -> its engine's processes
 
-All of them end with the actor, even on SIGKILL. After a restart the actor listens at the same address.
+All of these processes end with the actor, even on SIGKILL. After a restart the actor listens at the same address.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.calls import Restartable
+from actors.handles import Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
-from rayapp.core.programs import kept
+from rayapp.core.programs import supervised
 from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
 
@@ -85,7 +85,7 @@ class ModelServer(Restartable):
         here = free_address()
         host, port = address or here
         if host != here[0]:
-            raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it goes on.")
+            raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it continues.")
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
         os.environ[WHOLE_GIB_OF_CACHE] = str(math.ceil(local.server.kv_cache_gib))
@@ -122,7 +122,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the supervisor, and the server that it would have killed
+            os.killpg(process.pid, signal.SIGKILL)  # the supervisor, and the server that the supervisor did not end
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -136,7 +136,7 @@ class ModelServer(Restartable):
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
-    return subprocess.Popen(kept(command), stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
-NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: its Metrics page stays empty, the run needs none"
+NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: the Metrics page stays empty; the run doesn't need it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ def one_connection() -> Iterator[None]:
 def ray_session(config: Config, report: Callable[[str], None] = lambda text: None) -> Iterator[RayConnection]:
     """Context manager for a connection to Ray, which ends with the block or with the `one_connection` around it.
 
-    Our actors end with the connection, and so does a Ray that we started. `ray stop` is never called, as it would end
-    every Ray on the machine.
+    The run's actors end with the connection, and so does a Ray that this process started. `ray stop` is never called,
+    because it would end every Ray on the machine.
 
     Args:
         report: gets a line about connecting, and one about the dashboard.
@@ -103,7 +103,7 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RayCo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15: on a shared machine servers and learners would come last.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray pre-starts a worker per core for tasks; our actors have their own environments and can't use them.
+    # Ray pre-starts a worker per core for tasks; actors with environments of their own can't use these workers.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
@@ -134,9 +134,9 @@ def _connect(config: Config) -> tuple[Any, bool]:
             # Ray reports a refused token only in its log: the error is the same as without any Ray.
             raise ConfigError(
                 f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something "
-                "listens there, its `ray start` may have failed (rayapp doctor: is the metrics port taken?), or "
-                f"it may refuse the token. {WRONG_TOKEN}"
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If a program "
+                "listens there, its `ray start` may have failed (rayapp doctor checks the metrics port), or it may "
+                f"refuse the token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
     if started_here:
@@ -155,8 +155,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 raise
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start within its 30 s; {load}. Run this again when less runs here, or start Ray before: "
-                "`ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+                f"Ray did not start within its 30 s; {load}. Run this again when the machine is less busy, or start "
+                "Ray before: `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
             ) from None
 
 
@@ -219,11 +219,12 @@ def server_names(config: Config) -> list[str]:
 
 @contextmanager
 def _processes_in_a_session_of_their_own() -> Iterator[None]:
-    """Start Ray's processes, and their children, in a session that signals to this process's group do not reach.
+    """Start Ray's processes, and their children, in a separate session, which signals to this process's group do not
+    reach.
 
     `timeout`, `kill -- -GROUP` and closing a terminal signal the whole group at once. Ray would then end learners and
-    servers before the driver has saved. Ray's processes still end with this one in any case, as Ray has the kernel kill
-    them (PR_SET_PDEATHSIG). `ray.init` has no option for it.
+    servers before the driver has saved. Ray's processes still end with this process, because the kernel kills them
+    (PR_SET_PDEATHSIG). `ray.init` has no option for it.
     """
     from ray._private import services
 
@@ -276,7 +277,7 @@ def _address_of_ray_start() -> str:
 
 @contextmanager
 def _messages_of_raylets_logged() -> Iterator[None]:
-    """Log as errors what raylets tell the driver of processes that died.
+    """Log raylets' messages about processes that died as errors.
 
     Ray prints these messages in colour on the driver's stdout, several lines for each process, even with
     log_to_driver=False. `ray.init` has no option for it.
@@ -284,7 +285,7 @@ def _messages_of_raylets_logged() -> Iterator[None]:
     from ray._private import worker
 
     def log_or_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        # Lines of log files, which log_to_driver asks for, come with a node's address.
+        # Lines of log files, which log_to_driver requests, come with a node's address.
         if data["pid"] == "raylet" and "ip" not in data:
             worker.logger.error("%s", "\n".join(data["lines"]))
         else:
@@ -328,7 +329,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _how_to_enter() -> str:
-    """Return how to get the token that the dashboard asks for; empty if it needs none."""
+    """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public way
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""

@@ -1,14 +1,14 @@
 """Waits for the GPUs that a run needs, and reserves them: one placement group per run, named after it.
 
-`rayapp.driver.cluster` calls it before it starts any actor. Waiting is needed as a job of KubeRay's SidecarMode starts
-when the head answers, while workers may still pull their image, and as an autoscaling cluster adds nodes on request.
+`rayapp.driver.cluster` calls it before it starts any actor. It waits because a job of KubeRay's SidecarMode starts when
+the head answers, while workers may still pull their image, and because an autoscaling cluster adds nodes on request.
 
 split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
 colocated  a bundle per server, and the learners that share its GPUs in the same one: the GPUs belong to the learners,
            the server sees the same ones and sleeps while they train
 either     a bundle per model server (judges, teachers)
 
-Without GPUs the bundles hold CPU shares only, and everything else is the same. A restarted actor returns to its bundle.
+Without GPUs the bundles hold only CPU shares; all else is the same. A restarted actor returns to its bundle.
 
 Equal bundles are ordered by node, so that neighbouring learner ranks, which form a replica (learner.replicas) or share
 micro-batches (learner.sequence_parallel), are on one node if possible.
@@ -29,9 +29,10 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.calls import answer
+from actors.handles import answer
 from actors.spawn import ROLES, GpuShare, free_address
-from rayapp.config.config import Bundle, Config, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import Bundle, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class Placement:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers use the GPUs of their learners."""
+        """True if servers use the GPUs of their learners."""
         return bool(self.gpu_ids)
 
     def server(self, index: int) -> GpuShare:
@@ -192,7 +193,7 @@ class Placement:
 
 
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
-    """Return for each bundle the index of an equal one that it takes, so that neighbours are on one node.
+    """Return for each bundle the index of an equal bundle whose place it takes, so that neighbours are on one node.
 
     Args:
         nodes: node of each index.
@@ -242,7 +243,7 @@ def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
         f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Asked for: "
         f"{', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. The cluster has "
         f"{len(nodes)} node(s): {'; '.join(nodes) or 'none'}; free now: {_shown(free)}. Lower server.num_servers, "
-        "server.tensor_parallel_size or learner.num_learners, end what else runs there, or add nodes."
+        "server.tensor_parallel_size or learner.num_learners, end other programs on these nodes, or add nodes."
     )
 
 

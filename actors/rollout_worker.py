@@ -1,4 +1,4 @@
-"""`rollout-worker-N`: runs many groups at once, from prompt to verdicts. A thin shell around `rayapp.rollout`.
+"""`rollout-worker-N`: runs many groups at once, from prompt to verdicts. A thin actor around `rayapp.rollout`.
 
 The driver calls `run_group` and gets two objects: the group, which stays in the object store and goes to a learner by
 reference, and its summary. Both are the call's return values, so the driver owns them, and finished groups survive
@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from actors.calls import Restartable
-from actors.group_calls import GroupCalls
-from actors.handles import SandboxPoolHandle, VllmServerHandle
+from actors.handles import Restartable, SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
+from actors.routing import GroupCalls
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
@@ -169,7 +168,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} is asked for a group before it is ready")
+            raise RayappError(f"{self!r} got a group before it is ready")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:
@@ -187,7 +186,7 @@ class RolloutWorker(Restartable):
         """End running groups, release the tools' resources, and give every sandbox back."""
         sources, self._sources = self._sources, None
         try:
-            # End the groups first: otherwise they would go on in sandboxes that are gone, and fail unawaited.
+            # End the groups first: otherwise they would continue in sandboxes that are gone, and fail unawaited.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()

@@ -1,10 +1,10 @@
 """Actors that manage a run's sandboxes: `sandbox-pool` leases them, `sandbox-reaper-RUN` ends remote ones left behind.
 
-The pool, a thin shell around `rayapp.sandbox.pool.pool`, makes and ends remote sandboxes and leases sandboxes to all
+The pool, a thin actor around `rayapp.sandbox.pool.pool`, makes and ends remote sandboxes and leases sandboxes to all
 rollout workers; code and outputs never pass through it. The driver owns it: when the driver is gone, Ray ends the pool,
 and the reaper ends the sandboxes that remain at a provider.
 
-The reaper, a thin shell around `sandbox.reaper`, is detached: it belongs to the Ray cluster and survives a SIGKILL of
+The reaper, a thin actor around `sandbox.reaper`, is detached: it belongs to the Ray cluster and survives a SIGKILL of
 the driver. Without the pool's heartbeats it ends the run's sandboxes and then itself. The pool dismisses it when no
 sandbox is left.
 """
@@ -16,8 +16,7 @@ import logging
 
 import ray
 
-from actors.calls import Restartable
-from actors.handles import SandboxReaperHandle
+from actors.handles import Restartable, SandboxReaperHandle
 from actors.metrics import Reporter
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import RayappError
@@ -34,7 +33,7 @@ CLOSE_TIMEOUT_S = 15.0
 """Deadline for ending sandboxes, well below the driver's deadline for `close`, after which this process is killed."""
 
 
-class SandboxPool(Restartable):
+class PoolActor(Restartable):
     """Actor of the sandbox pool.
 
     Args:
@@ -132,7 +131,8 @@ class SandboxPool(Restartable):
             chore.cancel()
         left = await self._pool.close(timeout_s=CLOSE_TIMEOUT_S)
         if left:
-            # Don't dismiss the reaper: without heartbeats it ends them, and tries for longer than this process can.
+            # Don't dismiss the reaper: without heartbeats it ends the sandboxes, and retries for longer than this
+            # process can.
             log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
         elif self._reaper is not None:
             reaper, self._reaper = self._reaper, None
@@ -156,7 +156,7 @@ class SandboxReaper:
         label_logs(run_name)
         self._run_name = run_name
         self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
-        # Watch from here on, not from the first beat: if the driver dies in between, this process must still end.
+        # Watch from now on, not from the first beat: if the driver dies in between, this process must still end.
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch the run")
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class SandboxReaper:
         self._reaper.beat(labels)
 
     async def dismiss(self) -> None:
-        """Stop watching: the run has ended in order."""
+        """Stop watching, because the run has ended normally."""
         self._reaper.dismiss()
 
     async def _watch(self) -> None:

@@ -1,7 +1,7 @@
-"""The one table of Ray actors, and the only place that calls `ray.remote`.
+"""The table of all Ray actors. Only this module calls `ray.remote`.
 
 role             class           name in the dashboard    restarts by Ray
-sandbox pool     SandboxPool     sandbox-pool             any: the driver counts them, and makes each ready again
+sandbox pool     PoolActor       sandbox-pool             any: the driver counts them, and makes each ready again
 rollout worker   RolloutWorker   rollout-worker-N         any: as above; its groups are issued again
 vLLM server      VllmServer      vllm-server-N            any: as above; it must be synced before it serves
 model server     ModelServer     model-server-NAME        any: as above; it listens at the same address
@@ -50,7 +50,7 @@ class Role:
 
 ROLES: dict[str, Role] = {
     "sandbox-pool": Role(
-        class_path="actors.sandbox_pool:SandboxPool", num_cpus=0.01, max_concurrency=10_000, max_restarts=-1
+        class_path="actors.sandbox_pool:PoolActor", num_cpus=0.01, max_concurrency=10_000, max_restarts=-1
     ),
     "rollout-worker": Role(
         class_path="actors.rollout_worker:RolloutWorker", num_cpus=0.1, max_concurrency=1_000, max_restarts=-1
@@ -119,7 +119,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
             f"an actor {name} runs in namespace {namespace} of this Ray already: another run has the same run.name. "
-            "Stop that one (rayapp stop, ray job stop), or choose another run.name."
+            "Stop that run (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 
 

@@ -1,12 +1,15 @@
-"""Starts, ends and inspects the actors of a run; used by `rayapp.driver.cluster`.
+"""Starts, ends, restores and inspects the actors of a run; used by `rayapp.driver.cluster`.
 
 The `spawn_*` functions start the actors of a role, with their names, arguments and GPUs, and return handles at once;
 `all_ready` waits for them. `Started`, one per run in the driver, keeps them in the order of their start, and `close`
 ends them in reverse.
 
-`dump_stacks` returns the stacks of all actors when a run has stalled, without the help of processes that may hang:
-py-spy (part of ray[default]) reads them from outside, in a task on each actor's node. Where the kernel forbids that
-(containers without SYS_PTRACE), the dump says so.
+`dump_stacks` returns the stacks of all actors when a run has stalled. The processes may hang, so py-spy (part of
+ray[default]) reads the stacks from outside, in a task on each actor's node. If the kernel forbids this (in containers
+without SYS_PTRACE), the dump has a note instead.
+
+The `*Member` classes are the members of `rayapp.driver.supervision`. Ray restarts the process behind the same handle
+(`max_restarts` in `actors.spawn`), so its callers keep their handles. A member restores the state of the process.
 """
 
 from __future__ import annotations
@@ -26,22 +29,23 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import answer
 from actors.handles import (
+    Handle,
     LearnerHandle,
     ModelServerHandle,
     RolloutWorkerHandle,
     SandboxPoolHandle,
     SandboxReaperHandle,
     VllmServerHandle,
+    answer,
 )
 from actors.own_ray import RayConnection, server_names
 from actors.placement import Placement
-from actors.spawn import GpuShare, Role, kill, kill_named, name_is_free, spawn
+from actors.spawn import GpuShare, Role, kill, kill_named, name_is_free, restart, spawn
 from rayapp.config.config import Config
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig
-from rayapp.core.errors import DeadlineError, RayappError, first_error
+from rayapp.core.errors import DeadlineError, ProcessDiedError, RayappError, first_error
 from rayapp.core.names import all_given
 
 DUMP_TIMEOUT_S = 60.0
@@ -129,7 +133,7 @@ class Started:
         return handle
 
     async def end(self, handles: Sequence[Any]) -> None:
-        """Kill some of the actors without asking them to end."""
+        """Kill some of the actors without a request to end."""
         for handle in handles:
             self._handles.remove(handle)
             kill(handle.actor)
@@ -139,7 +143,8 @@ class Started:
         return [handle.name for handle in self._handles]
 
     async def close(self) -> None:
-        """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
+        """Request every actor to end cleanly, then kill those that did not answer. Never raises, because it runs in
+        `finally`."""
         for handle in reversed(self._handles):
             if hasattr(handle, "close"):
                 try:
@@ -180,9 +185,8 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
         error = first_error(group)
         if isinstance(error, DeadlineError):
             raise DeadlineError(
-                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show what they wait for "
-                "(dashboard, Actors); if the machine is only slow, raise server.start_timeout_s or "
-                "cluster.start_timeout_s."
+                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. Ray's logs show the reason (dashboard, "
+                "Actors); if the machine is only slow, raise server.start_timeout_s or cluster.start_timeout_s."
             ) from group
         raise error from group
 
@@ -252,7 +256,7 @@ def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
-    # Rank 0 listens there, maybe on another node than the driver; a single rank does not listen.
+    # Rank 0 listens at this address, possibly on another node than the driver; a single rank does not listen.
     address, port = await placement.address_of_learner(0) if world_size > 1 else ("", 0)
     handles = []
     for rank in range(world_size):
@@ -277,3 +281,82 @@ def spawn_rollout_workers(
         )
         for index, name in enumerate(names)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedActor:
+    handle: Handle
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    async def incarnation(self, timeout_s: float) -> str:
+        return await self.handle.incarnation(timeout_s)
+
+    async def ping(self, timeout_s: float) -> str:
+        return await self.handle.ping(timeout_s)
+
+    async def kill(self) -> None:
+        await restart(self.handle.actor)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMember(_WatchedActor):
+    """A vLLM server. Without learners (evaluation) `load_weights` does nothing: it serves the model's own weights."""
+
+    handle: VllmServerHandle
+    start_timeout_s: float
+    load_weights: Callable[[VllmServerHandle], Awaitable[None]]
+
+    async def revive(self) -> None:
+        await self.handle.ready(self.start_timeout_s)
+        await self.load_weights(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServerMember(_WatchedActor):
+    """A server of a model that is not trained. Its clients repeat their requests until it is back."""
+
+    handle: ModelServerHandle
+    start_timeout_s: float
+    address: tuple[str, int]
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients."""
+        return "http://{}:{}/v1".format(*self.address)
+
+    async def revive(self) -> None:
+        await self.handle.ready(self.start_timeout_s, self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMember(_WatchedActor):
+    """A rollout worker. Its local sandboxes end with it; the pool takes leased ones back."""
+
+    handle: RolloutWorkerHandle
+    start_timeout_s: float
+    pool: SandboxPoolHandle
+
+    async def revive(self) -> None:
+        try:
+            await self.pool.reclaim(self.handle.name)
+        except (ProcessDiedError, DeadlineError) as error:
+            # The pool is being replaced too, and a new one has no leases.
+            log.warning("%s has no leases to reclaim: %s", self.handle.name, error)
+        await self.handle.ready(self.start_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMember(_WatchedActor):
+    """The sandbox pool. At its start a new pool ends the sandboxes of the previous pool."""
+
+    handle: SandboxPoolHandle
+    make_ready: Callable[[], Awaitable[None]]
+
+    async def ping(self, timeout_s: float) -> str:
+        return await self.handle.incarnation(timeout_s)
+
+    async def revive(self) -> None:
+        await self.make_ready()

@@ -1,6 +1,5 @@
-"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin shell around `rayapp.engine.vllm`.
-
-It refuses to generate with weights other than those a caller asks for, and with weights that may be a mixture.
+"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin actor around `rayapp.engine.vllm`. It refuses to generate
+with an older policy version than the caller requires, and with weights that may be a mixture of two versions.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any
 
-from actors.calls import Restartable
-from actors.handles import GenerateRequest
+from actors.handles import GenerateRequest, Restartable
 from actors.metrics import Reporter
 from rayapp.config.config import Config
 from rayapp.core.aio import News, as_they_end

@@ -31,7 +31,7 @@ MODEL = "models/smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """How to run one benchmark when no arguments are given."""
+    """Default arguments of one benchmark."""
 
     arguments: tuple[str, ...] = ()
     is_default: bool = False
@@ -46,6 +46,7 @@ BENCHMARKS = {
     "weight_sync": Benchmark(arguments=(MODEL,), is_default=True),
     "agent_vllm": Benchmark(),
     "code_tests": Benchmark(is_default=True),
+    "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),

@@ -1,7 +1,8 @@
 """Agents that cheat, graded in their own workspace and by this project; `adversarial_peers.py` prints the table.
 
     agent's script -> its workspace -- own box: tests and a test.sh are put into it and run; logs/reward.txt is the pay
-                                    |- trusted script: the same test.sh in a fresh sandbox (trust_test_scripts=true)
+                                    |- bare script: the same test.sh in a fresh sandbox
+                                    |- trusted script: the same, and sentinels (trust_test_scripts=true)
                                     '- ours: the changed files, in a fresh sandbox; values are compared outside
 
 "own box" stands for harnesses that run the verifier in the agent's container. Its tests are the hidden tests of the
@@ -60,7 +61,8 @@ if python3 -m unittest -q test_hidden; then echo 1; else echo 0; fi > /logs/veri
 """
 RULES = {
     "ours": "the changed files are tested in a fresh sandbox, values are compared outside",
-    "trusted script": "the changed files in a fresh sandbox, where test.sh runs tests and writes the verdict",
+    "bare script": "the changed files in a fresh sandbox, where test.sh runs tests and writes the verdict",
+    "trusted script": "the same; then test.sh has to fail sentinels, each in a fresh sandbox",
     "own_box": "the tests run in the agent's own box, where its verdict is a file",
 }
 
@@ -96,12 +98,13 @@ async def paid_in_its_own_box(source: PoolClient, task: RepositoryTask, agent: M
             return False
 
 
-def script_task() -> RepositoryTask:
-    """Return the same task, judged by a script as Harbor's tasks are."""
+def script_task(*, sentinels: int = 12) -> RepositoryTask:
+    """Return the same task, judged by a script as Harbor's tasks are, with at most so many sentinels."""
     task = repository_task()
     files = {"test.sh": SCRIPT.encode(), "test_hidden.py": TESTS.encode()}
     script = TestScript(files=files, env=(), image="")
-    return replace(task, folder=replace(task.folder, tests=(), script=script, workdir=WORKDIR))
+    own = task.folder.own.model_copy(update={"sentinels": sentinels})
+    return replace(task, folder=replace(task.folder, tests=(), script=script, workdir=WORKDIR, own=own))
 
 
 async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
@@ -121,12 +124,12 @@ def honest() -> dict[str, Any]:
 
 async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
     """Return, for each way of grading, the agents that it pays."""
-    task, scripted, paid = repository_task(), script_task(), {name: list[str]() for name in RULES}
+    tasks = {"ours": repository_task(), "bare script": script_task(sentinels=0), "trusted script": script_task()}
+    paid = {name: list[str]() for name in RULES}
     for agent in (honest(), *AGENTS):
-        if await paid_by_us(source, task, agent):
-            paid["ours"].append(agent["name"])
-        if await paid_by_us(source, scripted, agent):
-            paid["trusted script"].append(agent["name"])
-        if await paid_in_its_own_box(source, task, agent):
+        for name, task in tasks.items():
+            if await paid_by_us(source, task, agent):
+                paid[name].append(agent["name"])
+        if await paid_in_its_own_box(source, tasks["ours"], agent):
             paid["own_box"].append(agent["name"])
     return paid

@@ -32,8 +32,8 @@ from benchmarks.scripted_policy import TURNS, Instant, ScriptedPolicy, code_of, 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.mcp_server.app import serving
 from rayapp.sandbox.pool.build import open_pool
+from rayapp.sandbox.service.app import serving
 from rayapp.tools.base import ToolContext
 from rayapp.tools.coding import PythonTool
 from rayapp.tools.loading import open_tools
@@ -107,9 +107,9 @@ async def measure_mcp(tokenizer: Any, count: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         async with (
             sandboxes(NUM_SANDBOXES) as source,
-            serving(config, api_key="key", lease_timeout_s=LEASE_TIMEOUT_S) as url,
+            serving(config, keys={"benchmark": "key"}, lease_timeout_s=LEASE_TIMEOUT_S) as address,
         ):
-            tools = await open_tools(write_tool_file(Path(folder), url))
+            tools = await open_tools(write_tool_file(Path(folder), f"{address}/mcp"))
             direct = ScriptedPolicy(tokenizer, python_tools(source, stateful=False), "python")
             policy = ScriptedPolicy(tokenizer, tools, "run_code_once")
             await policy.run(NUM_SANDBOXES)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rayapp
-from rayapp.api.learning import Learner, trajectory
+from rayapp.api.learning import LocalLearner, trajectory
 from rayapp.config.sections import RolloutSection
 from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import Prompt, Trajectory
@@ -67,7 +67,7 @@ async def rollout(
 async def train(config: rayapp.Config) -> list[float]:
     """Train on one group of each task in every step; return the mean reward of each step."""
     tasks, sampler, rewards = load_tasks(config.tasks), Sampler(config.model.path), []
-    with Learner(config) as learner, tempfile.TemporaryDirectory() as folder:
+    with LocalLearner(config) as learner, tempfile.TemporaryDirectory() as folder:
         async with rayapp.SandboxPool(config) as boxes:
             for step in range(1, config.train.num_steps + 1):
                 groups = [await rollout(task, sampler, boxes, step, config) for task in tasks]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -48,8 +45,8 @@ settings.register_profile("busy machine", settings.default, deadline=None)
 settings.load_profile("busy machine")
 
 DATA = Path(__file__).parent / "data"
-STAND_INS, FORKS = DATA / "stand_ins", DATA / "forks"
-"""Folders for PYTHONPATH: the first replaces engines by stand-ins, the second lets processes be forked."""
+STAND_INS = DATA / "stand_ins"
+"""Folder for PYTHONPATH: processes with it find stand-ins in place of vLLM's engine and tool parsers."""
 
 LONGEST_FIRST = (
     "standing_ray",
@@ -194,75 +191,21 @@ def _has_gpu() -> bool:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[dict[str, str]]:
-    """Return variables for starting a Ray whose workers are forked by tests/data/forked_processes.py; FORKS must be on
-    PYTHONPATH."""
-    with forking() as variables:
-        yield variables
+def namespaces() -> None:
+    """Skip where no namespaces can be made, as in an ordinary container: code in a sandbox then writes no files and
+    starts no programs."""
+    from rayapp.sandbox.local.doctor import run_doctor
 
-
-@pytest.fixture(scope="session")
-def vllm_forks() -> Iterator[dict[str, str]]:
-    """Like `forks`, and vLLM's engines are forked from a process that has imported vLLM."""
-    with forking("--with-vllm") as variables:
-        yield variables
-
-
-@contextmanager
-def forking(*options: str) -> Iterator[dict[str, str]]:
-    program, root = DATA / "forked_processes.py", DATA.parents[1]
-    # Python reads these at its start: actors/environments/rollout_worker.yaml. vLLM reads the others at import.
-    environment = os.environ | {
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    # Short: a Unix socket's path has to fit in 107 bytes.
-    with TemporaryDirectory(prefix="rf", dir="/tmp") as folder:
-        asked = Path(folder, "forks")
-        # In a new session: Ctrl-C reaches only pytest, which ends this process.
-        process = subprocess.Popen(
-            [sys.executable, str(program), str(asked), *options],
-            env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            while not asked.exists():
-                assert process.poll() is None
-                time.sleep(0.01)
-            yield {"RAYAPP_TEST_FORKS": str(asked)}
-        finally:
-            process.kill()
-            process.wait()
+    report = asyncio.run(run_doctor(levels=("ns",), families=()))
+    if report.level == "none":
+        pytest.skip(f"no namespaces: {report.refused}")
 
 
 @pytest.fixture(scope="module")
-def without_torch(forks: dict[str, str]) -> Iterator[None]:
-    """Hide PyTorch from drivers that tests with stand-in engines start.
-
-    transformers then only reads tokenizers, and a driver starts in 2 seconds of processor time instead of 8. Ray's
-    workers are forked.
-    """
-    with started_with(forks, STAND_INS, FORKS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def forked_runs(vllm_forks: dict[str, str]) -> Iterator[None]:
-    """For tests that start engines, in this process or in runs: fork them from a process that has imported vLLM. Those
-    of test_vllm_server.py are started as in a run."""
-    with started_with(vllm_forks, FORKS):
-        yield
-
-
-@contextmanager
-def started_with(variables: dict[str, str], *path: Path) -> Iterator[None]:
-    """Give processes that are started within the block these variables, and put these folders first on their import
-    path."""
+def stand_in_engines() -> Iterator[None]:
+    """Let processes that the module's tests start find stand-ins in place of vLLM."""
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in variables.items():
-            environment.setenv(name, value)
-        for folder in reversed(path):
-            environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        environment.setenv("PYTHONPATH", str(STAND_INS), prepend=os.pathsep)
         environment.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_session`
         yield
 
@@ -322,6 +265,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
+
+
+@pytest.fixture(scope="session")
+def images() -> Iterator[Any]:
+    """Images with this machine's programs; see `support.images`."""
+    from support.images import machine_images
+
+    with machine_images() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from rayapp.core.protocols import Task
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, settings as a mapping, a `Config`, or None for all defaults."""
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`["train.num_steps=5"]`, `{"train.num_steps": 5}`, or `{"train": {"num_steps": 5}}`. They win over the config."""
+"""`["train.num_steps=5"]`, `{"train.num_steps": 5}`, or `{"train": {"num_steps": 5}}`. Overrides replace settings of
+the config."""
 TaskLike = str | os.PathLike[str] | Task
 """Name of a task, a .yaml or .py file, or the task itself."""
 RewardLike = str | Callable[..., Any]
@@ -34,7 +35,8 @@ class GivenRun:
     objects: Mapping[str, object] = field(default_factory=dict)
     """Name in the config -> task or reward function of the calling program."""
     rows: tuple[KeyRow, ...] = ()
-    """Each field of TRL's configuration with its landing; empty for a run that was not translated from TRL."""
+    """Fields of TRL's configuration, each with the keys that it sets; empty for a run that was not translated from
+    TRL."""
 
     def __str__(self) -> str:
         """Return the table of `rows`, a line for each."""
@@ -54,7 +56,7 @@ def make_job(
 
     Raises:
         ConfigError: the configuration is wrong, or two objects have one name.
-        InputError: something is neither a task nor the name of one.
+        InputError: an argument is neither a task nor the name of a task.
     """
     objects: dict[str, object] = {}
     if isinstance(config, GivenRun):

@@ -40,7 +40,7 @@ def trajectory(
         InputError: there is no token, or not one log-prob for each.
     """
     if not len(prompt_ids) or not len(completion_ids):
-        raise InputError("a trajectory has a prompt and a completion of one token at least")
+        raise InputError("a trajectory needs a prompt and a completion of at least one token")
     if log_probs is not None and len(log_probs) != len(completion_ids):
         raise InputError(f"{len(completion_ids)} tokens were sampled, but there are {len(log_probs)} log-probs")
     token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
@@ -50,12 +50,12 @@ def trajectory(
     return Trajectory.of_tokens(token_ids, mask, reward=Reward(value=reward), log_probs=of_engine)
 
 
-class Learner:
+class LocalLearner:
     """The policy and its optimizer, for the length of a `with` block.
 
     Args:
         config: its sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
-        overrides: settings that win over it.
+        overrides: settings that replace the config's.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -108,7 +108,7 @@ class Learner:
 
     def _open(self) -> PolicyLearner:
         if self._learner is None:
-            raise RuntimeError("the learner is not open: use it within `with Learner(...) as learner:`")
+            raise RuntimeError("the learner is not open: use it within `with LocalLearner(...) as learner:`")
         return self._learner
 
 

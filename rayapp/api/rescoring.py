@@ -2,7 +2,7 @@
 
     trajectories/step=… --read_groups--> verdict | a function | a judge --> Rescored: before and after of each
 
-Scores with the code that training uses, from data in the trajectories: messages, answer, and the row's ground truth.
+It scores with the code that training uses, from data in the trajectories: messages, answer, and the row's ground truth.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSour
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if group.prompt.source not in by_source:
             raise InputError(
-                f"trajectories of {run.uri} are of source {group.prompt.source!r}, but those of the config are "
+                f"trajectories of {run.uri} are of source {group.prompt.source!r}, but the config's sources are "
                 f"{', '.join(map(repr, by_source))}"
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))
@@ -304,10 +304,8 @@ class RecordedTasks:
         }
 
     def of(self, prompt: Prompt) -> Task | None:
-        """Return the task that asked a recorded prompt; None if no task has its name.
-
-        Raises:
-            InputError: several tasks have its name, and it is not clear which one asked the prompt.
+        """Return the task of a recorded prompt; None if no task has its name. Raises: InputError: several tasks have
+        this name, and not exactly one of them has the prompt.
         """
         if prompt.task not in self._asked:
             return next(iter(self._named.get(prompt.task, ())), None)
@@ -316,13 +314,14 @@ class RecordedTasks:
         if not found or any(task != found[0] for task in found):
             raise InputError(
                 f"{len(self._named[prompt.task])} tasks are called {prompt.task!r}, and {len(found) or 'none'} of them "
-                f"have the recorded prompt {prompt.text!r:.80}. Name the run's file, or use a judge or a function"
+                f"have the recorded prompt {prompt.text!r:.80}. Name the run's own task file, or use a judge or a "
+                "function"
             )
         return found[0]
 
 
 def _asked(task: Task) -> list[list[tuple[str, object]]]:
-    """Return the messages that the task may have asked: those of its prompt, and those for an agent."""
+    """Return the messages with which the task may have begun: the messages of its prompt, and those for an agent."""
     found = [_told(task.render(_NoTokenizer()).messages)]
     return [*found, _told(task.agent_start().messages)] if isinstance(task, AgentTask) else found
 
@@ -332,7 +331,7 @@ def _told(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
 
 
 class _NoTokenizer:
-    """Stands in for a tokenizer when a prompt is rendered only for its messages."""
+    """Replacement for a tokenizer when a prompt is rendered only for its messages."""
 
     chat_template = "none"
 

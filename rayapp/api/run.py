@@ -1,6 +1,6 @@
 """Read a run folder: metrics and trajectories for pandas and Arrow, checkpoints, a plot.
 
-Works during and after the run, for local folders and s3://. Every call reads the files anew.
+Works during and after the run, for local folders and s3://. Every call reads the files again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """A row for each step, a column for each metric; NaN where a step has none."""
+        """A row for each step, a column for each metric; NaN where a step lacks the metric."""
         import pandas
 
         frame = pandas.DataFrame(self.records)
@@ -130,8 +130,7 @@ class Run:
     def plot(self, *metrics: str) -> Figure:
         """Plot these metrics over the steps, one below the other; without names, the most common ones.
 
-        Raises:
-            InputError: the run has none of them.
+        Raises: InputError: the run has none of these metrics.
         """
         return _picture(self.records, metrics or SHOWN, title=self.name)
 
@@ -141,8 +140,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
     Args:
         path: a run folder, or s3://bucket/prefix of one.
-    Raises:
-        InputError: nothing there looks like a run.
+    Raises: InputError: the path holds no run.
     """
     run = Run(path)
     _ = run.name

@@ -1,11 +1,11 @@
 """`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, every process
 that they started ends before they raise.
 
-In a script they run in the calling thread, which gets the signals. If an event loop runs there (a notebook), they run
-in their own thread, which the caller waits for.
+In a script they run in the calling thread, which gets the signals. If that thread has a running event loop (a
+notebook), they run in a thread of their own, for which the caller waits.
 
-`with_checkpoint_as_model` lets a checkpoint stand in for a model: it takes the checkpoint's `hf_model` folder, or makes
-a temporary one with the base model that the run's config.yaml names.
+`with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
+made with the base model that the run's config.yaml names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train(
     Args:
         config: a YAML file, settings as a mapping, a `Config`, what `trl_config` returned, or None for the
             defaults.
-        overrides: settings that win over it: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
+        overrides: settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
         tasks: names, files, or task objects (`rayapp.CodingTask`), in place of the config's tasks.
         reward: function, or name of one, that scores answers to data rows.
         agent: single_turn_agent, tool_agent, or the name of a plug-in.
@@ -182,11 +182,11 @@ def _whole(path: Path, config: Config) -> Checkpoint:
     found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
     if path.name not in found:
         raise InputError(
-            f"checkpoint {path} is not whole: its {MANIFEST} is missing or names files that are not there as written. "
-            f"Whole ones there: {', '.join(found) or 'none'}."
+            f"checkpoint {path} is incomplete: its {MANIFEST} is missing, or a file that it names is missing or "
+            f"changed. Complete checkpoints of this run: {', '.join(found) or 'none'}."
         )
     if wrong := damage(path):
-        raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Take another one.")
+        raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Choose another checkpoint.")
     return found[path.name]
 
 
@@ -197,6 +197,8 @@ def _convert(path: Path, out: Path) -> None:
 
     file = path.parent.parent / "config.yaml"
     if not file.is_file():
-        raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
-                         "model, is not there: evaluate it in its run folder")  # fmt: skip
+        raise InputError(
+            f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base model, is "
+            "missing: evaluate the checkpoint in its run folder"
+        )
     checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)

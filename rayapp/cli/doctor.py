@@ -1,7 +1,7 @@
 """`rayapp doctor`: report what this machine has and whether a config can run on it. Changes nothing, starts no Ray.
 
-Each check is a small function that returns findings. A finding that would stop a run says how to cure it. Secrets are
-reported by the name of their variable only.
+Each check is a small function that returns findings. A finding that would stop a run includes a cure. Of secrets only
+the name of the variable is reported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from typing import Any, Literal
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, frozen_models, gpu_arithmetic, num_gpus_of, sources_of
+from rayapp.cli.arguments import (
+    EXIT_FAILED,
+    ModelConfig,
+    OptionalConfigFile,
+    Overrides,
+    loaded_config,
+    with_model_config,
+)
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config, frozen_models, sources_of
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
@@ -43,6 +52,10 @@ _KEYS = (
 )  # fmt: skip
 _GIB = 1 << 30
 _SANDBOX_TIMEOUT_S = 20.0
+_MOST_BESIDE_SHM = 10**10
+"""Bytes of the largest object store that Ray places in /tmp where /dev/shm is too small."""
+_SHM_OF_RANKS = 160 << 20
+"""Bytes of /dev/shm that vLLM needs for the messages between the ranks of one server."""
 METRICS_PORT = 8080
 """Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
 
@@ -93,7 +106,9 @@ def machine() -> Iterator[Finding]:
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none set, none needed here")
+    yield Finding(
+        "ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and none is needed on this machine"
+    )
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
@@ -102,15 +117,16 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
 
     model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
+    problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
-    if has_weights:  # a folder with weights also has a tokenizer
+    if has_weights:  # a folder with weights must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
-        yield Finding("ok", "config", f"{config.run.name} can run here")
+        yield Finding("ok", "config", f"{config.run.name} can run on this machine")
 
 
 def metrics_port(port: int) -> Finding:
@@ -123,14 +139,14 @@ def metrics_port(port: int) -> Finding:
             return Finding(
                 "note",
                 "metrics port",
-                f"{port} is taken, by a Ray that runs or by another program",
+                f"{port} is taken, by a running Ray or by another program",
                 cure=f"ray start --head --metrics-export-port={port + 1}: Ray does not start with a port that is taken",
             )
     return Finding("ok", "metrics port", f"{port} is free")
 
 
 def _token_folder() -> Iterator[Finding]:
-    """Yield a problem if the home folder can't hold Ray's token file, without which a run can't start Ray."""
+    """Yield a problem if Ray's token file can't be written to the home folder, because a run then can't start Ray."""
     mode, given = os.environ.get("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     if mode.lower() != "token" or any(os.environ.get(name) for name in given):
         return
@@ -223,7 +239,7 @@ def _device_fits(config: Config) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "vLLM",
-            "the CPU build is installed, but GPUs would be used",
+            "the CPU build is installed, but the config uses GPUs",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
         )
 
@@ -376,19 +392,28 @@ def _node_memory_fits(config: Config) -> Iterator[Finding]:
             "problem",
             "memory",
             f"host memory: {node.described()}; {have / _GIB:.0f} are available",
-            cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or take a machine "
+            cure="lower cluster.object_store_mib, leave hf_model out of checkpoint.save_contents, or use a machine "
             "with more memory",
         )
 
 
 def _shared_memory_fits(config: Config) -> Iterator[Finding]:
-    shm = _free_shared_memory()
-    if shm < config.cluster.object_store_mib << 20:
+    shm, store = _free_shared_memory(), config.cluster.object_store_mib << 20
+    if shm < store:
+        is_refused = store > _MOST_BESIDE_SHM
+        yield Finding(
+            "problem" if is_refused else "note",
+            "/dev/shm",
+            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}"
+            + ("" if is_refused else ": Ray keeps objects in /tmp, on the disk"),
+            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+        )
+    if config.server.tensor_parallel_size > 1 and shm < _SHM_OF_RANKS:
         yield Finding(
             "problem",
             "/dev/shm",
-            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
-            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+            f"{shm >> 20} MiB are free, and vLLM's ranks (server.tensor_parallel_size) need {_SHM_OF_RANKS >> 20} MiB",
+            cure="give the container a larger /dev/shm (--shm-size)",
         )
 
 
@@ -396,16 +421,15 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.gpus import gpu_here
     from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
     from rayapp.learner.memory.plan import plan_gpu, plan_server, with_token_budget
-    from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 
     try:
         gpu, shape = gpu_here(), model_shape(config)
     except UserError:
-        return  # unknown GPU, or a bad model, which the model's own check reports
+        return  # unknown GPU, or a bad model, which another check reports
     if gpu is None:
         return
     config = with_token_budget(shape, config, gpu.room)
@@ -414,14 +438,14 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
         yield Finding("problem", "GPU memory", "`rayapp plan` finds that it does not fit", cure=cure)
     for missed in late(config, generate(shape, config, gpu, plan_server(shape, config, gpu.room)).seconds):
-        yield Finding("problem", "deadline", missed, cure="set the key as the message says, or leave it out")
+        yield Finding("problem", "deadline", missed, cure="set the key as the message says, or remove it")
 
 
 def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
     stored = folder / "config.yaml"
     if stored.is_file() and (folder / "checkpoints").is_dir():
-        from rayapp.runs.compatibility import check_same_training
+        from rayapp.runs.folder import check_same_training
 
         yield from _problem("run folder", partial(check_same_training, config, stored))
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
@@ -451,7 +475,7 @@ def _checkpoint_bytes(config: Config, weights: int) -> int:
 
 
 def _most_checkpoints(config: Config) -> int:
-    """Return the most checkpoints that are on disk at once, counting the one that is being written."""
+    """Return the largest number of checkpoints that are on disk at once, counting the one that is being written."""
     section, num_steps = config.checkpoint, config.train.num_steps
     saved = -(-num_steps // section.every_steps) if section.every_steps else 1
     return min(section.keep_last + section.keep_best + 1, saved)
@@ -460,11 +484,9 @@ def _most_checkpoints(config: Config) -> int:
 @app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
 def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
     """Report what this machine has and whether CONFIG can run on it. If not, print the cure and exit with 1."""
-    from rayapp.config.loading import load_config
-
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
-    with with_model_config(load_config(config, overrides or ()), model_config) as loaded:
+    with with_model_config(loaded_config(config, overrides), model_config) as loaded:
         failed = doctor_command(loaded, has_weights=model_config is None)
 
     raise typer.Exit(EXIT_FAILED if failed else 0)

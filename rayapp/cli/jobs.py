@@ -1,8 +1,8 @@
 """`rayapp submit`, `rayapp status`, `rayapp stop`: runs as jobs of a Ray cluster, on a workstation or under KubeRay.
 
 `submit` does the same as `ray job submit`, but first checks what would fail on the cluster: the config, paths that
-exist only here, a run of the same name that is still running. The commands talk to the dashboard over HTTP: they never
-start Ray and never attach to it.
+exist only on this machine, and a run of the same name that is still running. The commands talk to the dashboard over
+HTTP: they never start Ray and never attach to it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def submit(
     try:
         status = follow_job(submission_id, address, _write)
     except KeyboardInterrupt:
-        typer.echo(f"job {submission_id} goes on", err=True)
+        typer.echo(f"job {submission_id} continues", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     typer.echo(f"job {submission_id}: {status}", err=True)
     if status != "SUCCEEDED":
@@ -83,7 +83,7 @@ def stop(
     """Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."""
 
     if bool(submission_ids) == all_jobs:
-        raise ConfigError("name the jobs to stop, or give --all, not both and not neither")
+        raise ConfigError("give either the jobs to stop, or --all")
     for submission_id, status in stop_jobs(submission_ids or (), address, timeout_s=timeout_s).items():
         typer.echo(f"{submission_id}: {status}")
 
@@ -148,17 +148,19 @@ def plan_job(config_path: Path, overrides: Sequence[str], *, python: str, now: d
 def _check_paths(config: Config, config_path: Path) -> None:
     here = Path.cwd()
     if not config_path.resolve().is_relative_to(here):
-        raise ConfigError(f"{config_path} is not below {here}, the folder that the job gets a copy of. Copy it there.")
+        raise ConfigError(
+            f"{config_path} is not below {here}, the folder that is uploaded for the job. Copy it into that folder."
+        )
     if not config.run_folder.is_absolute():
         raise ConfigError(
             f"run.output_dir is {config.run.output_dir!r}: a job runs in a temporary copy of this folder, and "
-            f"checkpoints written into it go with it. Give a path of the cluster: run.output_dir={here / 'outputs'}"
+            f"checkpoints in it are deleted with it. Give a path of the cluster: run.output_dir={here / 'outputs'}"
         )
     model = Path(config.model.path)
     if not model.is_absolute() and model.is_dir():
         raise ConfigError(
-            f"model.path {config.model.path!r} is a folder here, and .gitignore keeps it out of the job's copy. Give a "
-            f"path of the cluster, e.g. model.path={model.resolve()}, or a hub id."
+            f"model.path {config.model.path!r} is a folder on this machine, which .gitignore excludes from the job's "
+            f"copy. Give a path of the cluster, e.g. model.path={model.resolve()}, or a hub id."
         )
 
 
@@ -267,8 +269,8 @@ def _client(address: str) -> Any:
         raise InputError(f"Ray can't be imported ({error}): make venv, or pip install 'ray[default]'") from None
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"address {address!r} must be that of the dashboard, e.g. http://127.0.0.1:8265. With KubeRay: kubectl "
-            "port-forward service/NAME-head-svc 8265"
+            f"address {address!r} must be the address of Ray's dashboard, e.g. http://127.0.0.1:8265. With KubeRay: "
+            "kubectl port-forward service/NAME-head-svc 8265"
         )
     token = token_for(address)
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)
@@ -301,8 +303,8 @@ def _explained(address: str) -> Iterator[None]:
         yield
     except ConnectionError as error:
         raise ConfigError(
-            f"no Ray dashboard answers at {address} ({first_line(error)}). Is the address that of the dashboard (port "
-            "8265), and does Ray run? With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
+            f"no Ray dashboard answers at {address} ({first_line(error)}). Check that Ray runs, and that this is the "
+            "address of its dashboard (port 8265). With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         ) from None
     except Exception as error:  # boundary: Ray raises RuntimeError, or AuthenticationError for a wrong token
         if isinstance(error, RayappError):

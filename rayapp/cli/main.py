@@ -1,8 +1,8 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Each command's module has an `app`, a Typer, and imports the rest only when the command runs, so that `rayapp --help`
-starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user can mend are
-printed as one message without a traceback.
+Each command's module has an `app`, a Typer. It imports other modules only when the command runs, so that `rayapp
+--help` starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 3 the budget is spent, 130 interrupted.
+Errors that a user can correct are printed as one message without a traceback.
 
 Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
 empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
@@ -24,10 +24,10 @@ import typer
 from rich.markup import escape
 
 from rayapp.cli import config, data, doctor, jobs, model, plan, sandbox, score, serve, task, train, trying, view
-from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
+from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.kuberay import command as kuberay
-from rayapp.core.errors import RayappError, RunFolderError, UserError, first_line
+from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, UserError, first_line
 from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
@@ -75,7 +75,7 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
-app.add_typer(serve.mcp_app, name="mcp")
+app.add_typer(sandbox.images_app, name="images")
 
 
 def _show_as_written(typed: typer.Typer) -> None:
@@ -96,7 +96,7 @@ app.add_typer(model.app, name="models", hidden=True)  # a second name for a Type
 def main() -> None:
     """Run the command line of this process and exit with its code (the entry point)."""
     _begin_in_utf8()
-    # Show rayapp's own warnings only: those of libraries would drown them.
+    # Show only rayapp's own warnings, which warnings of libraries would hide.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
@@ -108,8 +108,8 @@ def main() -> None:
 def _begin_in_utf8() -> None:
     """Restart this program in Python's UTF-8 mode if the locale has another encoding.
 
-    The mode holds for every file and pipe, those that libraries open included, and child processes inherit it. With the
-    locales C and POSIX, Python switches to UTF-8 by itself.
+    The mode applies to every file and pipe, also in libraries, and child processes inherit it. With the locales C and
+    POSIX, Python uses UTF-8 anyway.
     """
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
     if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1: restarted already
@@ -129,6 +129,9 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         typer.echo(visible(f"error: {error}"), err=True)
         return EXIT_USER_ERROR
+    except BudgetSpentError as error:
+        typer.echo(visible(f"stopped: {error}"), err=True)
+        return EXIT_BUDGET_SPENT
     except RayappError as error:
         typer.echo(visible(f"failed: {type(error).__name__}: {error}"), err=True)
         return EXIT_FAILED

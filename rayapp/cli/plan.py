@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic, with_values
+from rayapp.config.bundles import bundles_of, gpu_arithmetic
+from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
-from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
     largest_server_share,
@@ -33,15 +33,15 @@ from rayapp.learner.memory.plan import (
     plan_server,
     with_token_budget,
 )
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 
 app = typer.Typer()
 
 CALIBRATION = (
-    "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). A learner's time is fitted to "
-    "one step on an H100 (docs/results.md); CUDA's own memory, vLLM's and all other times are assumptions. "
-    "`rayapp gpu-check` compares."
+    "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). A learner's time is fitted "
+    "to one step on an H100 (docs/results.md). The memory of CUDA and vLLM, and all other times, are assumptions; "
+    "`rayapp gpu-check` compares them with measurements."
 )
 
 
@@ -145,7 +145,7 @@ def simulated_line(config: Config, plan: GpuPlan) -> str:
 
 
 def refusal_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
-    """Yield why the config does not fit, and the nearest config that does."""
+    """Yield the reasons why the config does not fit, and the nearest config that fits."""
     yield ""
     for what, need, terms in _needs(config, plan):
         if need > plan.room:
@@ -160,7 +160,7 @@ def refusal_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) ->
         )
     nearest = nearest_that_fits(shape, config, gpu)
     if nearest is None:
-        yield f"no combination of keys makes it fit on {gpu.name}: take larger GPUs, a smaller model, or adapters"
+        yield f"no combination of keys makes it fit on {gpu.name}: use larger GPUs, a smaller model, or adapters"
     else:
         yield f"the nearest that fits: {' '.join(overrides_between(config, nearest))}"
 
@@ -226,7 +226,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help=f"{', '.join(GPUS)}; by default this machine's. A config for CPU needs none.")
+        str, typer.Option(help=f"{', '.join(GPUS)}; default: this machine's GPUs. A config for CPU needs no GPU.")
     ] = "",
     model_config: ModelConfig = None,
     simulate: Annotated[
@@ -237,7 +237,7 @@ def plan(
     ] = False,
 ) -> None:
     """Print a step's GPU memory by phase, its time, and the largest settings that fit. If the config does not fit,
-    print the nearest one that does and exit with 1. Allocates nothing."""
+    print the nearest config that fits, and exit with 1. Allocates nothing."""
     from rayapp.config.loading import load_config
 
     with with_model_config(load_config(config, overrides or ()), model_config) as loaded:

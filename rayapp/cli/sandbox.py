@@ -1,13 +1,16 @@
-"""`rayapp sandbox`: test this node's isolation, run or time code in a sandbox, end sandboxes left at a provider.
+"""`rayapp sandbox`: test this node's isolation, run or time code, serve sandboxes, end those left at a provider.
 
 doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
 bench    trivial executions                                            median, p99, rate
+serve    offer sandboxes over MCP and SandboxFusion's protocol          until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider                    exit 0 nothing left, 1 something is, 2 wrong key
 
+`rayapp images` is here too, the cache of images that local sandboxes run on: pull, list, prune, build.
+
 `run` takes a provider's settings from a run's config, or from its defaults and the environment. It labels the sandbox
-like a run's, so that `reap` finds it if this process is killed. `reap` asks the config's providers, or those whose key
-is in the environment, for the sandboxes of one run (--run) or of every run with this key.
+like a run's, so that `reap` finds it if this process is killed. `reap` lists the sandboxes of one run (--run), or of
+every run with this key, at the config's providers, or at those whose key is in the environment.
 """
 
 from __future__ import annotations
@@ -16,22 +19,31 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
+from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.config.loading import load_config
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, LocalConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import InputError, SandboxConfigError
+from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.images.dockerfile import TOOLS, build
+from rayapp.sandbox.images.pull import Wanted, pull
+from rayapp.sandbox.images.reference import parse
+from rayapp.sandbox.images.store import Store, open_store
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.doctor import format_report, load_attacks, run_doctor
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
@@ -57,10 +69,12 @@ def doctor(
         bool, typer.Option("--all", help="Also run the slow attacks: loops, floods, memory and fork bombs")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object")] = False,
+    image: Annotated[str, typer.Option(help="Attack a sandbox on this image, e.g. python:3.12-slim")] = "",
 ) -> None:
     """Attack this node's isolation and print its level and the result of each check."""
     families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
-    report = run_until_done(run_doctor(levels=_levels(level), families=families))
+    template = parse(image).template if image else ""
+    report = run_until_done(run_doctor(levels=_levels(level), families=families, template=template))
     print(json.dumps(dataclasses.asdict(report)) if as_json else visible(format_report(report)))
     if report.level == "none":
         raise typer.Exit(2)
@@ -71,7 +85,7 @@ def doctor(
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
-    provider: Annotated[str, typer.Option(help="Where it runs: local, e2b, daytona or mcp")] = "local",
+    provider: Annotated[str, typer.Option(help="Provider of the sandbox: local, e2b, daytona or mcp")] = "local",
     stdin: Annotated[bool, typer.Option("--stdin", help="Pass this command's standard input to the program")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
     package: Annotated[
@@ -110,6 +124,91 @@ def bench(
     print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
 
 
+KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    f"  {KEY_VARIABLE}=secret rayapp sandbox serve\n\n"
+    "  rayapp sandbox serve configs/coding_cpu.yaml sandbox.max_leases=8 --keys-file clients.txt --max-per-client 4\n\n"
+    "  rayapp sandbox serve --no-key          (for verl's reward.sandbox_fusion.url, which sends no key)"
+)
+def serve(
+    config: OptionalConfigFile = None,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the key that clients send")
+    ] = KEY_VARIABLE,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="File of several clients, one NAME KEY a line, in place of one key")
+    ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
+    ] = False,
+    max_per_client: Annotated[
+        int, typer.Option(min=0, help="Sandboxes that one client holds at once; 0: as many as there are")
+    ] = 0,
+    max_memory_mib: Annotated[int, typer.Option(min=64, help="Most memory that a request may ask for")] = 4096,
+    lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
+) -> None:
+    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit.
+
+    Clients are served in turn, so that one with many requests does not delay the others.
+    """
+    from rayapp.sandbox.service.clients import ONLY_CLIENT, read_keys
+
+    sandboxes = loaded_config(config, overrides).sandbox
+    if no_key and keys_file is not None:
+        raise InputError("--no-key and --keys-file exclude each other")
+    key = os.environ.get(api_key_env, "")
+    keys = {} if no_key else read_keys(keys_file) if keys_file is not None else {ONLY_CLIENT: key}
+    if not all(keys.values()):
+        raise ConfigError(
+            f"clients need a key: set {api_key_env} to it, name a file of clients with --keys-file, or pass --no-key"
+        )
+    serving = partial(
+        _serving,
+        sandboxes,
+        keys=keys,
+        host=host,
+        port=port,
+        lease_timeout_s=lease_timeout_s,
+        max_leases_per_client=max_per_client,
+        max_memory_mib=max_memory_mib,
+    )
+    asyncio.run(_serve(serving))
+
+
+def _serving(
+    config: SandboxConfig, *, max_memory_mib: int, lease_timeout_s: float, **settings: Any
+) -> AbstractAsyncContextManager[str]:
+    from rayapp.sandbox.service.app import serving
+    from rayapp.tasks.fusion import fusion_routes
+
+    routes = fusion_routes(lease_timeout_s=lease_timeout_s, max_memory_mib=max_memory_mib)
+    return serving(config, lease_timeout_s=lease_timeout_s, more_routes=routes, **settings)
+
+
+_ENDPOINTS = """\
+serving at {address}    (Ctrl-C ends it)
+MCP            {address}/mcp
+SandboxFusion  {address}/run_code and {address}/submit
+counts         {address}/health and {address}/metrics"""
+
+
+async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:
+    is_over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, is_over.set)
+    async with serving() as address:
+        print(_ENDPOINTS.format(address=address), flush=True)
+        await is_over.wait()
+    print("stopped; every sandbox is ended")
+
+
 @app.command(
     epilog="Examples:\n\n"
     "  rayapp sandbox reap --dry-run\n\n"
@@ -118,7 +217,7 @@ def bench(
 )
 def reap(
     run: Annotated[
-        str | None, typer.Option(help="Name of the run (run.name); default: every run, living ones too")
+        str | None, typer.Option(help="Name of the run (run.name); default: every run, also live runs")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the sandboxes that would be ended")] = False,
     provider: Annotated[
@@ -133,12 +232,12 @@ def reap(
 
     loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
-        typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
+        typer.confirm("This ends the sandboxes of every run with this key, also of live runs. Continue?", abort=True)
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Print text as it is, but make control characters visible on a terminal, which would obey them."""
+    """Print text unchanged, but on a terminal make control characters visible, which the terminal would obey."""
     stream.write(visible(text) if stream.isatty() else text)
 
 
@@ -146,7 +245,7 @@ def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
     if level not in (known := LEVELS + LOOPBACK_LEVELS):
-        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
+        raise InputError(f"unknown level {level!r}; use one of {', '.join(known)}")
     return (level,)
 
 
@@ -181,7 +280,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
     """End sandboxes: one line each on standard output, failures on standard error.
 
     Returns:
-        0: nothing is left; 1: something may be; 2: a key or an endpoint is wrong.
+        0: no sandbox is left; 1: some may be left; 2: a key or an endpoint is wrong.
     Raises:
         InputError: a provider is unknown.
         SandboxConfigError: there is no provider to ask, or its key or package is missing.
@@ -194,7 +293,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
     """Return a sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
-            f"provider {unknown[0]!r} can't list the sandboxes of another process; there are: {', '.join(KINDS)}"
+            f"provider {unknown[0]!r} can't list the sandboxes of another process; use one of {', '.join(KINDS)}"
         )
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
@@ -231,7 +330,7 @@ async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, st
     finally:
         await asyncio.gather(*(provider.close() for provider in providers.values()))
     if not found:
-        print(f"nothing to end at {', '.join(providers)}", file=sys.stderr)
+        print(f"no sandbox to end at {', '.join(providers)}", file=sys.stderr)
     errors = [each.error for each in found if each.error is not None]
     if any(isinstance(error, SandboxConfigError) for error in errors):
         return EXIT_CONFIG
@@ -266,7 +365,7 @@ def choose_provider(
         InputError: the provider doesn't support a given option.
     """
     if kind not in PROVIDERS:
-        raise SandboxConfigError(f"unknown provider {kind!r}; there are: {', '.join(PROVIDERS)}")
+        raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
         raise InputError(f"--url is the endpoint of an MCP server; for {kind} name it in a --config")
     if kind == "local":
@@ -310,3 +409,96 @@ async def run_once(
         return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
     finally:
         await asyncio.shield(provider.close())
+
+
+images_app = typer.Typer(no_args_is_help=True, help="The cache of images that local sandboxes run on.")
+_MIB, _SHOW_EVERY_S = 1 << 20, 0.5
+ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder, size and mirrors from this config")]
+
+
+@images_app.command(
+    name="pull",
+    epilog="Examples:\n\n  rayapp images pull python:3.12-slim\n\n"
+    "  rayapp images pull registry.example/team/env@sha256:… oci:./layout archive:saved.tar",
+)
+def pull_images(
+    images: Annotated[list[str], typer.Argument(help="REGISTRY/NAME:TAG, …@sha256:…, oci:FOLDER or archive:FILE.tar")],
+    config: ConfigOption = None,
+    platform: Annotated[str, typer.Option(help="In place of this machine's, e.g. linux/arm64")] = "",
+) -> None:
+    """Bring images into the cache and print the digest that each name stands for now."""
+    section = _local_section(config)
+    store = _store(section)
+    for name in images:
+        wanted = Wanted(platform=platform, mirrors=section.image_mirrors, on_bytes=_progress(name))
+        with pull(store, parse(name), wanted) as hold:
+            print(visible(f"image:{hold.image.name}"), flush=True)
+
+
+@images_app.command(name="list")
+def list_images(
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image")] = False,
+) -> None:
+    """List the images of the cache, least recently used first."""
+    store = _store(_local_section(config))
+    names = store.names()
+    found = store.images()
+    for image, used in found:
+        own = sorted(name for name, digest in names.items() if digest == image.digest) or [image.name]
+        if as_json:
+            facts = {"names": own, "digest": image.digest, "bytes": image.num_bytes, "used": used}
+            print(json.dumps({**facts, "python": image.python}))
+        else:
+            age = timedelta(seconds=max(0, int(time.time() - used)))
+            print(visible(f"{image.digest[7:19]}  {image.num_bytes / _MIB:9.1f} MiB  used {age} ago  {', '.join(own)}"))
+    if not as_json:
+        total, most = store.num_bytes() / (1 << 30), store.max_bytes / (1 << 30)
+        print(f"{len(found)} images, {total:.2f} of {most:g} GiB (layers that images share count once): {store.folder}")
+
+
+@images_app.command()
+def prune(
+    unused_h: Annotated[float, typer.Option(min=0, help="Only images that were not used for so many hours")] = 0.0,
+    config: ConfigOption = None,
+) -> None:
+    """Remove the images that no sandbox and no pull uses, and what cut pulls left."""
+    store = _store(_local_section(config))
+    for image in store.prune(unused_s=3600 * unused_h):
+        print(visible(f"removed {image.name}"))
+
+
+@images_app.command(name="build", epilog="Example:\n\n  rayapp images build my_task/environment --name my_task")
+def build_image(
+    folder: Annotated[Path, typer.Argument(help="Folder with a Dockerfile, or a task folder in Harbor's layout")],
+    name: Annotated[str, typer.Option(help="Name of the image; default: the folder's, as tasks call it")] = "",
+    tool: Annotated[str, typer.Option(help=f"{', '.join(TOOLS)}; default: the first that is installed")] = "",
+    config: ConfigOption = None,
+) -> None:
+    """Build a Dockerfile into the cache, as image:build:NAME. Its commands run as the tool runs them."""
+    inner = folder / "environment"
+    context = inner if (inner / "Dockerfile").is_file() else folder
+    image = build(_store(_local_section(config)), context, name or folder.resolve().name, tool=tool)
+    print(visible(f"image:build:{name or folder.resolve().name} {image.digest}"))
+
+
+def _local_section(config: Path | None) -> LocalConfig:
+    return (load_config(config).sandbox.local if config is not None else None) or LocalConfig()
+
+
+def _store(section: LocalConfig) -> Store:
+    return open_store(section.image_cache, section.image_cache_gib)
+
+
+def _progress(name: str) -> Callable[[int], None]:
+    """Return a function that shows downloaded bytes on standard error, if that is a terminal."""
+    done, shown = 0, time.monotonic()
+
+    def add(num_bytes: int) -> None:
+        nonlocal done, shown
+        done += num_bytes
+        if sys.stderr.isatty() and time.monotonic() - shown > _SHOW_EVERY_S:
+            shown = time.monotonic()
+            sys.stderr.write(visible(f"{name}: {done / _MIB:.0f} MiB") + "\r")
+
+    return add

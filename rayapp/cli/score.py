@@ -31,7 +31,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenText:
-    """One completion to score."""
+    """A completion to score."""
 
     file: str
     line: int
@@ -78,7 +78,7 @@ def _read_lines(file: str, text: str) -> Iterator[GivenText]:
     for number, record in json_lines(text.split("\n"), file):
         completion = record.get("completion") if isinstance(record, dict) else None
         if not isinstance(completion, str):
-            raise InputError(f'{file}, line {number}: an object like {{"completion": "…"}} was expected')
+            raise InputError(f'{file}, line {number}: expected an object like {{"completion": "…"}}')
         yield GivenText(file=file, line=number, text=completion)
 
 
@@ -101,7 +101,8 @@ def score(
     seed: Annotated[int, typer.Option(help="Seed that draws the hidden tests")] = 0,
     config: Annotated[Path | None, typer.Option(help="Take the sandbox settings of this config")] = None,
 ) -> None:
-    """Score completions as training would: in the sandbox, one JSON line each. Use it to check a task of your own.
+    """Score completions as training would: in the sandbox, one JSON line each. Use this command to check a task of your
+    own.
 
     A text with the function's `def` line is the whole answer; any other text is appended to the task's prefill.
     """

@@ -1,80 +1,22 @@
-"""`rayapp serve` serves a model, a checkpoint or a running policy over OpenAI's and Anthropic's APIs; `rayapp mcp
-serve` serves sandboxes to MCP clients.
-"""
+"""`rayapp serve` serves a model, a checkpoint or a running policy over OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayapp.cli.arguments import ConfigFile, Overrides
-from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import InputError
 
 if TYPE_CHECKING:
     from rayapp.config.config import Config
-
-
-mcp_app = typer.Typer(no_args_is_help=True, help="Offer sandboxes to MCP clients.")
-MCP_KEY_VARIABLE = "RAYAPP_MCP_API_KEY"
-
-
-@mcp_app.callback()
-def _group() -> None:
-    """Keep `serve` a subcommand although it is the only one."""
-
-
-@mcp_app.command(
-    name="serve",
-    epilog="Examples:\n\n"
-    f"  {MCP_KEY_VARIABLE}=secret rayapp mcp serve\n\n"
-    f"  {MCP_KEY_VARIABLE}=secret rayapp mcp serve configs/coding_cpu.yaml sandbox.max_leases=8 --host 0.0.0.0",
-)
-def serve_sandboxes(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Take the sandbox settings of this config")
-    ] = None,
-    overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
-    api_key_env: Annotated[
-        str, typer.Option(help="Environment variable with the key that clients send")
-    ] = MCP_KEY_VARIABLE,
-    no_key: Annotated[
-        bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
-    ] = False,
-    lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
-) -> None:
-    """Serve run_code, run_code_once and run_command over streamable HTTP, in this application's sandboxes."""
-    from rayapp.config.loading import load_config
-
-    sandboxes = load_config(config, overrides or ()).sandbox
-    key = "" if no_key else os.environ.get(api_key_env, "")
-    if not key and not no_key:
-        raise ConfigError(f"set {api_key_env} to the key that clients must send, or pass --no-key")
-    asyncio.run(_serve_sandboxes(sandboxes, key, host, port, lease_timeout_s))
-
-
-async def _serve_sandboxes(config: SandboxConfig, key: str, host: str, port: int, lease_timeout_s: float) -> None:
-    from rayapp.sandbox.mcp_server.app import serving
-
-    is_over = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, is_over.set)
-    async with serving(config, api_key=key, host=host, port=port, lease_timeout_s=lease_timeout_s) as url:
-        typer.echo(f"serving at {url}")
-        await is_over.wait()
-    typer.echo("stopped; every sandbox is ended")
 
 
 app = typer.Typer()
@@ -98,7 +40,10 @@ def serve(
         bool, typer.Option("--running", help="Serve the policy of this config's run, which must be in progress")
     ] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a call, prompt and answer together; default: the config's")
+        int | None,
+        typer.Option(
+            min=2, help="Maximum number of tokens of a call, prompt and answer together; default: the config's"
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,

@@ -35,7 +35,8 @@ def train(
         ),
     ] = None,
     verl: Annotated[
-        bool, typer.Option("--verl", help="CONFIG, if any, and overrides are verl's: rayapp config import-verl")
+        bool,
+        typer.Option("--verl", help="CONFIG (optional) and the overrides are verl's: see rayapp config import-verl"),
     ] = False,
 ) -> None:
     """Train as CONFIG says. If the run has a checkpoint, continue from the last one (run.resume)."""
@@ -96,7 +97,7 @@ def evaluate(
 
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
-    # A benchmark's prompts are asked in a single turn without tools, whatever the config's agent is.
+    # A benchmark's prompts are answered in a single turn without tools, whatever the config's agent is.
     options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
     with with_checkpoint_as_model(load_config(config, [*(overrides or ()), *options])) as ready:
         metrics = run_evaluation(ready, out)
@@ -113,7 +114,8 @@ def evaluate(
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train on demonstrations as section `warmup` of CONFIG says. Writes the model to OUTPUT_DIR/NAME-sft/final.
 
-    Called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts from that model.
+    If the command is called again, it continues from the last checkpoint. `rayapp train` with the same CONFIG starts
+    from that model.
     """
     from rayapp.api.running import sft as run
 

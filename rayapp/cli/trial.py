@@ -1,4 +1,4 @@
-"""The work of `rayapp try`: score answers by a reward function or a rule, and call tools as one trajectory does."""
+"""Functions of `rayapp try`: score answers with a reward function or a rule, and call tools as a trajectory does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Trial:
 
 
 def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
-    """Score the answers, or without any the extremes of each row, and print one JSON line each.
+    """Score the answers, or without answers the ground truth and an empty text of each row, and print one JSON line
+    each.
 
     Returns:
         True if every answer has a verdict and, without answers, each row's ground truth earns more than an empty text.
@@ -129,7 +130,8 @@ def _extremes(row: DataRow, trial: Trial) -> list[str]:
 
 
 def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
-    """Return why training on this row would teach nothing; empty if its ground truth earns more than an empty answer.
+    """Return the reason why training on this row would teach nothing; empty if its ground truth earns more than an
+    empty answer.
 
     Args:
         rewards: reward of the ground truth, then of the empty answer.
@@ -143,13 +145,14 @@ def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[f
         f"failed: row {number}: the ground truth {row.ground_truth!r:.60} earns {rewards[0]:g}, no more than nothing."
     )
     if rule is None:
-        return f"{head} If {trial.name} reads another form of it, give a right answer with --answer."
+        return f"{head} If {trial.name} reads another form of answer, give a right answer with --answer."
     shown = rule.right_answer(row.ground_truth)[:80]
     if rule.is_asked_for(_prompt(row)):
-        return f"{head} The rule of {row.data_source} can't read {shown!r}: is the ground truth right?"
+        return f"{head} The rule of {row.data_source} can't read {shown!r}: check the ground truth."
     return (
-        f"{head} The rule of {row.data_source} reads answers like {shown!r}, and the prompt doesn't ask for that: "
-        "ask for it (rayapp data rows --system '…'), or give a right answer as the policy would write it: --answer."
+        f"{head} The rule of {row.data_source} reads answers like {shown!r}, and the prompt doesn't ask for this form: "
+        "add it to the prompt (rayapp data rows --system '…'), or give an answer as the policy would write it with "
+        "--answer."
     )
 
 

@@ -33,7 +33,7 @@ def reward(
     seed: Annotated[int, typer.Option(help="Seed that draws the tests of code problems")] = 0,
     config: ConfigOption = None,
 ) -> None:
-    """Score answers as training would: one JSON line each, with every term of the reward.
+    """Score answers as training does: one JSON line each, with every term of the reward.
 
     Without an answer, the ground truth itself and an empty text are scored: the ground truth should earn more.
     """
@@ -62,9 +62,8 @@ def tool(
     create_kwargs: Annotated[str, typer.Option(help="JSON object passed to every tool's create instead")] = "",
     config: ConfigOption = None,
 ) -> None:
-    """Call tools as the agent loop would, with its checks and deadlines: one JSON line per call, then the verdicts.
-
-    Without a call, print the tools' schemas.
+    """Call tools as the agent loop does, with its checks and deadlines. Prints one JSON line per call, then the
+    verdicts; without a call, the tools' schemas.
     """
     from rayapp.cli.trial import ToolTrial, try_tool
 

@@ -29,10 +29,8 @@ def explaining_missing_packages(command: str) -> Iterator[None]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address.
-
-    Raises:
-        InputError: the port is taken, may not be used, or the host is not this machine.
+    """Return a socket that listens on this address. Raises: InputError: the port is taken or needs other rights, or the
+    host is not this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -67,10 +65,12 @@ def view(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN", help="Run folders, folders of runs, or s3://bucket/prefix of a run")
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback asks for a token")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any address but loopback requires a token")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,
-    token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
+    token: Annotated[bool, typer.Option("--token", help="Require a token on loopback too")] = False,
 ) -> None:
     """Show runs in a browser: curves, groups, completions, tokens. Only reads, also from runs that are in progress."""
     with explaining_missing_packages("rayapp view"):

@@ -33,10 +33,10 @@ def is_data_file(reference: str) -> bool:
 
 
 class DataSection(FrozenModel):
-    """How the rows of data files are read (docs/data.md). `tasks` and `eval.tasks` name the files."""
+    """Reading of the rows of data files (docs/data.md). `tasks` and `eval.tasks` name the files."""
 
     shuffle: bool = True
-    """Shuffle the rows anew in each epoch, drawn from run.seed. false: keep the order of the files."""
+    """Shuffle the rows again in each epoch, with run.seed. false: keep the order of the files."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than rollout.max_prompt_tokens. false: `truncation` applies."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -91,22 +91,23 @@ class AgentSection(FrozenModel):
     tools that a task brings."""
     name: str = AUTO
     """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
-    (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another in its column
-    agent_name, unless this is external_agent. auto: tool_agent for rows, single_turn_agent for other tasks."""
+    (your own program), or a plug-in's name (docs/plugins.md). A row of a data file may name another agent in its column
+    agent_name, unless `agent.name` is external_agent. auto: tool_agent for rows, single_turn_agent for other tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
-    calls in the model's chat template, trying those of its family first (docs/models.md)."""
+    calls in the model's chat template; the parsers of the model's family are tried first (docs/models.md)."""
     chat_template: str = ""
-    """Chat template to use if the model's own doesn't support tools: a .jinja file, or the shipped chatml_hermes."""
+    """Chat template to use if the model's own template doesn't support tools: a .jinja file, or the shipped
+    chatml_hermes."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - pydantic copies it
     """Variables for the chat template, e.g. {enable_thinking: false}; for every prompt of training, evaluation and
     `rayapp serve`."""
     max_assistant_turns: int = Field(5, ge=1)
-    """Most turns of the policy in one trajectory. Tool calls in the last turn are not run, unless one of them submits
-    the answer."""
+    """Maximum number of turns of the policy in one trajectory. Tool calls in the last turn are not run, unless one of
+    them submits the answer."""
     max_calls_per_turn: int = Field(8, ge=1)
-    """Most tool calls of one turn to run; they run in parallel. Further calls get an error as their result."""
+    """Maximum number of tool calls of one turn; they run in parallel. Further calls get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
     """Longest tool result that the policy reads; longer results are cut."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
@@ -120,7 +121,7 @@ class AgentSection(FrozenModel):
 
 
 class CodeSection(FrozenModel):
-    """How code in an answer is tested (docs/datasets.md)."""
+    """Tests of code in an answer (docs/datasets.md)."""
 
     sources: tuple[str, ...] = ()
     """Further data sources whose rows are code problems, besides the built-in ones."""
@@ -128,15 +129,18 @@ class CodeSection(FrozenModel):
     """Score of an answer. all: 1 if every test passes, else 0; testing stops at the first failure. share: tests passed
     / tests."""
     max_tests: int = Field(20, ge=0)
-    """Most tests to run per problem; 0: all."""
+    """Maximum number of tests to run per problem; 0: all."""
     choose_tests: Literal["seeded", "first"] = "seeded"
-    """Tests to run if a problem has more than max_tests: drawn anew for each group (seeded), or always the first."""
+    """Tests to run if a problem has more than max_tests: drawn again for each group (seeded), or always the first ones
+    (first)."""
     test_timeout_s: float = Field(6.0, gt=0.0, le=600.0)
     """Time limit of one test, not counting its wait for a processor."""
     total_timeout_s: float = Field(60.0, gt=0.0, le=3600.0)
-    """Time limit for all tests of a completion. Tests that did not run by then count as failed."""
+    """Time limit for all tests of a completion. Tests that did not run within it count as failed."""
     memory_mib: int = Field(512, ge=64)
-    """Most memory of all processes of one test, in MiB."""
+    """Memory limit of all processes of one test together, in MiB."""
+    compile_timeout_s: float = Field(30.0, gt=0.0, le=600.0)
+    """Time limit of compiling an answer that is not Python, once before its tests."""
 
 
 class RewardSection(FrozenModel):
@@ -145,11 +149,11 @@ class RewardSection(FrozenModel):
     score. With judges, the reward is verdict_weight * verdict + the weighted sum of the judges' scores."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """For GSM8K: strict needs `#### N`, flexible takes the last number."""
+    """Form of an answer that GSM8K's rule reads. strict: `#### N`. flexible: the last number."""
     format_score: float = 0.0
-    """For GSM8K: score of a wrong answer that could be read."""
+    """Score of a wrong answer that has the right form, for GSM8K's rule."""
     correct_score: float = 1.0
-    """For GSM8K: score of a right answer."""
+    """Score of a right answer, for GSM8K's rule."""
     format_weight: float = 0.0
     """Weight of the term format, which is 1 if the answer has exactly one `#### N`, at its very end."""
     tool_weight: float = 0.0
@@ -169,16 +173,17 @@ class RewardSection(FrozenModel):
 
 
 SECTIONS = ("data", "agent", "reward")
-"""Sections that a source may override. Keys that it omits keep the run's values."""
+"""Sections that a source may override. Keys that the source omits keep the run's values."""
 
 
 class SourceRollout(FrozenModel):
-    """Limits of a source. They can't exceed the run's, which servers, learners and watchdogs are laid out for."""
+    """Limits of a source. They can't exceed the run's limits, for which servers, learners and watchdogs are
+    configured."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; longer ones are refused. null: rollout.max_prompt_tokens."""
+    """Longest prompt; longer prompts are refused. null: rollout.max_prompt_tokens."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Most completion tokens of a trajectory. null: rollout.max_completion_tokens."""
+    """Maximum number of completion tokens of a trajectory. null: rollout.max_completion_tokens."""
     group_deadline_s: float | None = Field(None, gt=0)
     """Deadline of a group; a group that misses it is a failed rollout. null: rollout.group_deadline_s."""
 
@@ -187,19 +192,20 @@ class SourceRollout(FrozenModel):
     def _one_temperature(cls, values: Any) -> Any:
         if isinstance(values, dict) and "temperature" in values:
             raise ValueError(
-                "temperature can't be a source's own: learners compute log-probs at one temperature for all, and the "
-                "importance ratio needs the engine's to be of the same. Set rollout.temperature for the whole run."
+                "temperature can't be set for a source: learners compute all log-probs at one temperature, and the "
+                "importance ratio needs log-probs of the engine at the same temperature. Set rollout.temperature for "
+                "the whole run."
             )
         return values
 
 
 class SourceEval(FrozenModel):
-    """Evaluation settings of a source. The run's section eval sets when it is evaluated."""
+    """Evaluation settings of a source. The run's section eval sets when sources are evaluated."""
 
     tasks: tuple[str, ...] = ()
     """Tasks or data files of this source to evaluate, as in the run's eval.tasks."""
     max_problems: int | None = Field(None, ge=0)
-    """Most tasks or rows to evaluate, from the first; 0: all. null: eval.max_problems."""
+    """Maximum number of tasks or rows to evaluate, from the first; 0: all. null: eval.max_problems."""
     samples_per_task: int | None = Field(None, ge=1)
     """Completions per task or data row. null: eval.samples_per_task."""
     temperature: float | None = Field(None, ge=0.0)

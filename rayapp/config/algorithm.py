@@ -32,9 +32,11 @@ NEEDS_CRITIC = ("gae",)
 """Estimators in verl's registry that rayapp refuses: it has no value model."""
 
 NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators whose baseline weights tokens by the policy's probabilities, which takes one more forward pass."""
+"""Estimators whose baseline weights tokens by the policy's probabilities, which need one more forward pass."""
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
 """Estimators that need only one valid trajectory per group: their baseline is not the mean of the others."""
+NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
+"""Estimators that give no advantage to the only trajectory of a prompt; others give it its reward."""
 NEEDS_GREEDY_BASELINE = ("remax",)
 """Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 
@@ -53,7 +55,7 @@ POLICY_LOSSES = (
     "vanilla",
 )
 BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
-"""Losses that select tokens by statistics of the whole mini-batch, so they are computed on all of it at once."""
+"""Losses that select tokens by statistics of the whole mini-batch."""
 
 
 LOSS_OPTIONS = {
@@ -63,7 +65,7 @@ LOSS_OPTIONS = {
     "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
     "sapo": ("tau_neg", "tau_pos"),
 }
-"""Options that each loss of verl 0.9.1 reads. Its other losses read none; plug-ins may read all of them."""
+"""Options that each loss of verl 0.9.1 reads. verl's other losses read no options; plug-ins may read any of these."""
 REJECTION_CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
@@ -122,8 +124,8 @@ def _check_rejection(options: Options) -> None:
     if len(whole) != len(criteria) or not all(map(_is_limit, criteria, whole)):
         raise ValueError(
             f"algorithm.policy_loss_options.rollout_rs_threshold is {options['rollout_rs_threshold']!r}: give one "
-            "positive number for all criteria of rollout_rs or one for each; those that end in k1 also take a range "
-            "such as 0.5_2."
+            "positive number for all criteria of rollout_rs, or a number for each; criteria that end in k1 may also "
+            "have a range such as 0.5_2."
         )
 
 
@@ -145,9 +147,13 @@ class RolloutCorrectionSection(FrozenModel):
     level: Literal["none", "token", "sequence"] = "none"
     """Granularity of the importance weights. none: measure the difference but don't correct it."""
     threshold: float = Field(2.0, gt=1.0)
-    """Importance weights above this are truncated to it (TIS)."""
+    """Bound of importance weights: larger weights are truncated to this value (TIS)."""
     min_weight: float | None = Field(None, gt=0.0, lt=1.0)
-    """Weights below this and above `threshold` are set to 0 instead of being truncated (IcePop). null: truncate."""
+    """Lower bound of importance weights: weights below this value and weights above `threshold` are set to 0 instead of
+    being truncated (IcePop). null: truncate."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean, so that the correction doesn't change the size of the update: over the step, or
+    with bypass_mode over the mini-batch."""
 
     @property
     def bounds(self) -> float | str:
@@ -156,19 +162,21 @@ class RolloutCorrectionSection(FrozenModel):
 
 
 class KlInRewardSection(FrozenModel):
-    """A KL to the frozen reference that is taken from the reward of every token, as in RLHF."""
+    """A KL to the frozen reference that is subtracted from the reward of every token, as in RLHF."""
 
     coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Reward that a token loses per nat of KL; with `control: adaptive` the first coefficient. 0: none."""
+    """Reward that a token loses per nat of KL; with `control: adaptive` the first coefficient. 0: no KL in the
+    reward."""
     type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
     """Estimator of a token's KL, by verl's names: k1, k2 and k3 as in Schulman's note; abs is the absolute value of
     k1."""
     control: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: after each step the coefficient moves so that the KL comes closer to `target_kl`."""
+    """Control of the coefficient. adaptive: after each step the coefficient changes so that the KL comes closer to
+    `target_kl`."""
     target_kl: float = Field(0.1, gt=0.0, allow_inf_nan=False)
-    """For adaptive: mean KL per token to aim for."""
+    """Target of the mean KL per token, for `control: adaptive`."""
     horizon: int = Field(10000, ge=1)
-    """For adaptive: trajectories over which the coefficient changes by a fifth at most."""
+    """Number of trajectories over which the coefficient changes by at most a fifth, for `control: adaptive`."""
 
 
 class DynamicSamplingSection(FrozenModel):
@@ -178,20 +186,20 @@ class DynamicSamplingSection(FrozenModel):
     """Replace groups whose rewards are all equal with groups of further prompts, so that every group of a step has a
     gradient."""
     max_dropped_per_step: int = Field(8, ge=1)
-    """Most groups to replace per step. Further ones are kept, so that a step ends even if all or no prompts are
-    solved."""
+    """Maximum number of groups to replace per step. Further groups are kept, so that a step ends even if all or no
+    prompts are solved."""
     metric: str = ""
     """Reward term to compare within a group, e.g. score or acc (verl's filter_groups.metric). Empty: the reward, length
     penalty included. If a reward function returns only a number, acc is its score."""
 
 
 class CurriculumSection(FrozenModel):
-    """Prompts of medium difficulty come more often (docs/learner.md#curriculum)."""
+    """Curriculum: prompts of medium difficulty are drawn more often (docs/learner.md#curriculum)."""
 
     enabled: bool = False
     """Draw each group's prompt at random instead of in turn, with weight 4 p (1 - p), where p is the share of its
-    trajectories solved so far: prompts that are always or never solved come less often. With several `sources`, the
-    source is drawn, with its ratio times this weight over all its trajectories."""
+    trajectories solved so far: prompts that are always or never solved are drawn less often. With several `sources`,
+    the source is drawn, with its ratio times this weight over all its trajectories."""
     min_weight: float = Field(0.1, gt=0.0, le=1.0)
     """Weight of a prompt that is always or never solved. A prompt that was never tried has weight 1."""
 
@@ -203,20 +211,21 @@ class OverlongSection(FrozenModel):
     """Exclude trajectories that were cut off at their limit from the loss. They still count in their group's
     baseline."""
     buffer_tokens: int = Field(0, ge=0)
-    """Length of the zone before the limit in which the reward falls linearly, by `penalty` in all. 0: no penalty."""
+    """Number of tokens before the limit within which the reward falls linearly, by `penalty` in total. 0: no
+    penalty."""
     penalty: float = Field(1.0, gt=0.0)
     """Amount that is subtracted from the reward of a completion at the limit."""
 
 
 class AlgorithmSection(FrozenModel):
-    """From rewards to the loss (docs/learner.md)."""
+    """Advantages and loss (docs/learner.md)."""
 
     adv_estimator: str = "grpo"
     """Advantage estimator: a name in verl's ADV_ESTIMATOR_REGISTRY that needs no critic, or a plug-in's."""
     norm_adv_by_std: bool = True
     """Divide advantages by the group's standard deviation. false: as in Dr. GRPO."""
     gdpo_reward_terms: tuple[str, ...] = ()
-    """For gdpo: the reward terms to normalise separately. Empty: normalise the total reward."""
+    """Reward terms to normalise separately, for adv_estimator gdpo. Empty: normalise the total reward."""
     policy_loss: str = "vanilla"
     """Policy loss: a name in verl's POLICY_LOSS_REGISTRY, or a plug-in's."""
     policy_loss_options: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - pydantic copies it
@@ -224,7 +233,7 @@ class AlgorithmSection(FrozenModel):
     ppo_kl_coef; dro has dro_beta (required); sapo has tau_pos, tau_neg; bypass_mode has loss_type, rollout_rs,
     rollout_rs_threshold. Options that the loss does not read are errors."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How the loss averages tokens, by verl's names. token-mean: every token of the step has the same weight.
+    """Average over tokens in the loss, by verl's names. token-mean: every token of the step has the same weight.
     seq-mean-…: every trajectory has the same weight; -token-sum-norm divides by the longest response (Dr. GRPO)."""
     clip_ratio_low: float = Field(0.2, ge=0.0)
     """PPO's clip: lower bound of the probability ratio is 1 - clip_ratio_low."""
@@ -253,8 +262,23 @@ class AlgorithmSection(FrozenModel):
 
     @property
     def scores_before_advantages(self) -> bool:
-        """True if advantages follow from log-probs, so that trajectories are scored before it is known which count."""
-        return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0
+        """True if advantages or weights follow from the log-probs of all trajectories, which are scored first."""
+        return self.adv_estimator in NEEDS_LOG_PROBS or self.kl_in_reward.coef > 0 or self.normalizes_by_step
+
+    @property
+    def normalizes_by_step(self) -> bool:
+        """True if importance weights are divided by their mean over the step."""
+        return self._normalizes and self.policy_loss != "bypass_mode"
+
+    @property
+    def is_batch_coupled(self) -> bool:
+        """True if a token's loss depends on the whole mini-batch, so that it is computed on all of it at once."""
+        weighs_itself = self.policy_loss == "bypass_mode" and self.policy_loss_options.get("loss_type") == "reinforce"
+        return self.policy_loss in BATCH_COUPLED_LOSSES or (weighs_itself and self._normalizes)
+
+    @property
+    def _normalizes(self) -> bool:
+        return self.rollout_correction.batch_normalize and self.rollout_correction.level != "none"
 
     @model_validator(mode="after")
     def _loss_reads_its_options(self) -> Self:

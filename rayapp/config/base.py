@@ -1,4 +1,4 @@
-"""The base class of every section of the configuration. Imports nothing heavy."""
+"""The base class of every section of the configuration. Imports no heavy package."""
 
 from __future__ import annotations
 

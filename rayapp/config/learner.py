@@ -17,11 +17,11 @@ class OptimizerSection(FrozenModel):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates: of the running mean of the gradient, and of its square."""
     eps: float = Field(1e-8, gt=0.0)
-    """Small number that AdamW adds to its denominator, against division by zero."""
+    """Small number that AdamW adds to its denominator, to prevent division by zero."""
     weight_decay: float = Field(0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0.0)
-    """Gradient clipping: a gradient with a larger norm is scaled down to it."""
+    """Gradient clipping: a gradient with a larger norm is scaled down to this norm."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or falling to lr * min_lr_ratio at the last step along a cosine or
     linearly."""
@@ -69,26 +69,29 @@ class LearnerSection(FrozenModel):
     """Number of model replicas (HSDP): the learners form this many groups, and each group shards a full model. 1:
     shard it over all learners. On several nodes use the number of nodes, so that only gradients cross nodes."""
     sequence_parallel: int = Field(1, ge=1)
-    """Learners that compute a micro-batch together, each a part of its tokens (Ulysses). A trajectory may then be this
-    many times as long as learner.max_tokens_per_microbatch. Must divide the number of attention heads."""
+    """Number of learners that compute a micro-batch together, each a part of its tokens (Ulysses). A trajectory may
+    then be this many times as long as learner.max_tokens_per_microbatch. The number of attention heads must be
+    divisible by it."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
-    """Most tokens of one forward pass of a learner. It determines the memory of activations and nothing else. auto: at
-    the start, measure how many fit and take a power of two; runs with different values differ in their last digits."""
+    """Maximum number of tokens of one forward pass of a learner. The value changes only the memory of activations, and
+    the last digits of results. auto: at the start, measure the number that fits, and use a power of two."""
     compute_dtype: Dtype = "bfloat16"
     """Number format of forward, backward and frozen parameters (a reference, a teacher, the model under adapters).
     Trained parameters and optimizer state are float32."""
     share_prefixes: bool = True
     """Compute tokens that trajectories of a group share, such as the prompt, only once. The result is exact."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass, which takes less memory and a third more time."""
+    """Recompute activations in the backward pass, which needs less memory and a third more time."""
     compile: bool = False
     """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
     rounding. The first steps take longer. Needs a C++ compiler on the learners' nodes, and Triton on GPUs."""
     router_replay: bool = False
-    """For mixtures of experts: train each token, and compute its old log-prob, with the experts that the server chose
-    (R3). The learner still computes the mixture weights, and a reference chooses its own experts (docs/learner.md)."""
+    """Train each token, and compute its old log-prob, with the experts that the server chose (R3); for mixtures of
+    experts. The learner still computes the mixture weights, and a reference chooses its own experts
+    (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
-    """Tokens whose logits are in memory at once. They take this x vocabulary size x 4 bytes."""
+    """Number of tokens whose logits are in memory at once. The logits take log_prob_chunk_tokens x vocabulary size x 4
+    bytes."""
     cpu_threads: int = Field(0, ge=0)
     """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the learners, or half of that
     if servers compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
@@ -114,7 +117,7 @@ class LearnerSection(FrozenModel):
         for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
             if self.num_learners % size:
                 raise ValueError(
-                    f"learner.num_learners is {self.num_learners}, which learner.{key} = {size} does not divide. Use a "
-                    f"multiple of {size} learners."
+                    f"learner.num_learners is {self.num_learners}, which is no multiple of learner.{key} = {size}. Use "
+                    f"a multiple of {size} learners."
                 )
         return self

@@ -2,8 +2,8 @@
 
     configs/x.yaml (with the files it includes) <- overrides -> OmegaConf (parses, merges, ${…}) -> Config (validates)
 
-Nothing heavy is imported. All mistakes of a config are reported in one ConfigError. For unknown keys the message names
-the nearest key, or the counterpart of a key of TRL or verl (docs/migrate-from-trl.md).
+No heavy package is imported. All mistakes of a config are reported in one ConfigError. For unknown keys the message
+names the nearest key, or the counterpart of a key of TRL or verl (docs/migrate-from-trl.md).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ ALIASES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "server.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "server.tensor_parallel_size",
 }
-"""Key of TRL or verl -> key here, for names that no key here ends with."""
+"""Key of TRL or verl -> key of rayapp, for names with which no key of rayapp ends."""
 RENAMED: Mapping[str, str] = {
     "agent.agent_name": "agent.name",
     "agent.task_agent": "agent.name",
@@ -110,7 +110,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Args:
         path: YAML file; None: all defaults.
-        overrides: `key.sub=value`, the value in YAML. Later ones win; list items (`sources[0].ratio=2`) apply last.
+        overrides: `key.sub=value`, the value in YAML. Later overrides replace earlier ones; list items
+            (`sources[0].ratio=2`) apply last.
     Raises:
         ConfigError: a file can't be read, or keys or values are wrong, with one line for each.
     """
@@ -134,7 +135,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def renamed_keys(values: Any) -> dict[str, str]:
-    """Return the old keys in unvalidated settings, each with its name now.
+    """Return the old keys in unvalidated settings, each with its present name.
 
     Example: `{"sources": [{"data": {"train_files": []}}]}` -> `{"sources[0].data.train_files": "sources[0].tasks"}`.
     """
@@ -179,7 +180,7 @@ def _load_yaml(path: Path) -> DictConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: sections such as `train:` were expected, not a list")
+        raise ConfigError(f"{path}: expected sections such as `train:`, not a list")
     return loaded
 
 
@@ -195,7 +196,7 @@ def _files_nearby(path: Path) -> str:
     names = sorted(str(file) for file in Path("configs").glob("*.yaml"))
     if near := difflib.get_close_matches(str(path), names, n=1):
         return f"Did you mean {near[0]}?"
-    return f"There are: {', '.join(names)}." if names else "Run this in the folder that holds configs/."
+    return f"There are: {', '.join(names)}." if names else "Run this command in the folder that holds configs/."
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:

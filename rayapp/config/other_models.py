@@ -21,7 +21,7 @@ class ModelServerSection(FrozenModel):
     """A vLLM server of the run on its own GPUs. The run starts it before its clients and restarts it if it dies."""
 
     name: str = Field(pattern=NAME)
-    """Unique name. Its clients set base_url: run://NAME and use this name as the model's."""
+    """Unique name. Clients set base_url: run://NAME, and use NAME as the model's name."""
     path: str = Field(min_length=1)
     """Hugging Face model: a local folder, an s3:// folder, or a hub id."""
     tensor_parallel_size: int = Field(1, ge=1)
@@ -36,7 +36,7 @@ class ModelServerSection(FrozenModel):
     def _not_ours(cls, options: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
         for name in options:
             if name.strip("-").replace("_", "-") in _OURS:
-                raise ValueError(f"the option {name!r} follows from the run: leave it out, or use the key of that name")
+                raise ValueError(f"the option {name!r} is set by the run: leave it out, or use the key of that name")
         return options
 
 
@@ -53,7 +53,7 @@ def server_named(base_url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Address of a model behind HTTP, with the limits that its clients keep."""
+    """Address of a model behind HTTP, with the limits of its clients."""
 
     who: str
     """Name for messages, e.g. `judge quality`."""
@@ -63,9 +63,9 @@ class Endpoint:
     """Deadline of one request."""
     max_retries: int
     max_concurrent: int
-    """Most requests in flight at once, over the whole run."""
+    """Maximum number of requests in flight at once, over the whole run."""
     requests_per_minute: float = 0.0
-    """Rate limit of the whole run. 0: no limit but the server's 429."""
+    """Rate limit of the whole run. 0: no limit, except that the server may answer with status 429."""
 
 
 def plain_url(value: str) -> str:
@@ -102,10 +102,11 @@ class DistillationSection(FrozenModel):
     """Text that only the teacher reads, before the prompt. verdict: status, reward, and the exception or the first
     failed test of the answer. Needs kl_over: sampled, as token positions differ from the policy's."""
     max_privileged_tokens: int = Field(256, ge=64)
-    """Most tokens of the text that only the teacher reads; a longer verdict is cut."""
+    """Maximum number of tokens of the text that only the teacher reads; a longer verdict is cut."""
     kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
-    likely. forward: KL(teacher || policy), which makes the policy cover everything the teacher would say."""
+    likely. forward: KL(teacher || policy), which makes the policy give some probability to every text of the
+    teacher."""
     kl_over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
     """Tokens that the KL sums over. sampled: an advantage for each sampled token from its two log-probs. vocabulary:
     the full KL at every position as a loss, which is less noisy but computes the head twice. top_k: like vocabulary,
@@ -118,8 +119,8 @@ class DistillationSection(FrozenModel):
     reward_weight: float = Field(1.0, ge=0.0)
     """Factor of the rewards' advantages. At 0 only the teacher trains the policy, and rewards are only measured."""
     max_log_ratio: float | None = Field(10.0, gt=0.0)
-    """For kl_over: sampled: clip the teacher's log-prob minus the policy's to this range, in both directions, so that a
-    token that the teacher would never say doesn't outweigh all others. null: don't clip."""
+    """Limit of the teacher's log-prob minus the policy's, in both directions, for kl_over: sampled; so that a token
+    that the teacher would never sample doesn't outweigh all others. null: no limit."""
 
     @property
     def needs_logits(self) -> bool:
@@ -133,7 +134,7 @@ class DistillationSection(FrozenModel):
 
     @property
     def num_privileged_tokens(self) -> int:
-        """Most tokens that only the teacher reads."""
+        """Maximum number of tokens that only the teacher reads."""
         return self.max_privileged_tokens if self.privileged != "none" else 0
 
     @property
@@ -159,30 +160,30 @@ class DistillationSection(FrozenModel):
         idle = [name for name, field in fields.items() if getattr(self, name) != field.default]
         if idle and not self.teacher:
             raise ValueError(
-                f"distillation.{idle[0]} is {getattr(self, idle[0])!r}, but distillation.teacher names no model: "
-                "nothing would be distilled. Name one, or leave the section out."
+                f"distillation.{idle[0]} is {getattr(self, idle[0])!r}, but distillation.teacher names no model. Set "
+                "distillation.teacher, or remove the section."
             )
         if self.is_policy and self.privileged == "none":
             raise ValueError(
-                "distillation.teacher is policy and distillation.privileged is none: a policy that reads no more than "
-                "itself is not a teacher. Set distillation.privileged: verdict, or name another model."
+                "distillation.teacher is policy and distillation.privileged is none: a policy that reads the same "
+                "text can't teach itself. Set distillation.privileged: verdict, or another teacher."
             )
         if self.base_url and (self.is_policy or self.kl_over != "sampled"):
             raise ValueError(
                 f"distillation.base_url is set, distillation.teacher is {self.teacher} and distillation.kl_over is "
-                f"{self.kl_over}: a server gives the log-probs of sampled tokens, of a model that it names. Use "
-                "distillation.kl_over: sampled with the teacher's name there, or leave base_url out."
+                f"{self.kl_over}: a server gives only log-probs of sampled tokens, of the model that `teacher` names. "
+                "Use distillation.kl_over: sampled and the model's name at the server, or leave base_url out."
             )
         if self.privileged != "none" and self.kl_over != "sampled":
             raise ValueError(
-                f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: what the "
-                "teacher alone reads moves its positions away from the policy's. Use distillation.kl_over: sampled."
+                f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: text that "
+                "only the teacher reads shifts its token positions. Use distillation.kl_over: sampled."
             )
         return self
 
 
 class Criterion(FrozenModel):
-    """One criterion of a judge's rubric."""
+    """A criterion of a judge's rubric."""
 
     name: str = Field(pattern=NAME)
     text: str = Field(min_length=1)
@@ -192,7 +193,7 @@ class Criterion(FrozenModel):
 
 
 class JudgeSection(FrozenModel):
-    """A model that judges, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
+    """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
     """Unique name, used in reward.judges, metrics and reward terms."""
@@ -211,31 +212,32 @@ class JudgeSection(FrozenModel):
     """Criteria of rubric and pairwise judges: each has a name, a text that describes the best response, and a weight
     (default 1)."""
     max_score: int = Field(10, ge=1, le=100)
-    """For rubric: the highest score of a criterion; the lowest is 0. The reward is the weighted mean of the scores
-    divided by this."""
+    """Highest score of a criterion, for kind rubric; the lowest is 0. The reward is the weighted mean of the scores
+    divided by max_score."""
     reference: bool = False
     """Show the judge the data row's ground_truth. Not for tasks, which have none."""
     num_opponents: int = Field(4, ge=2, multiple_of=2)
-    """For pairwise: number of other responses of the group that each response is compared with, in both orders."""
+    """Number of other responses of the group with which each response is compared, in both orders, for kind
+    pairwise."""
     class_index: int | None = Field(None, ge=0)
-    """For reward_model: index of the class whose number is the reward, if the model has several classes."""
+    """Index of the class whose number is the reward, for kind reward_model, if the model has several classes."""
     response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
-    """How the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in the
-    prompt only), for servers that refuse json_schema."""
+    """Way in which the request asks for a JSON answer; the answer is always checked. Use json_object, or none (words in
+    the prompt only), for servers that refuse json_schema."""
     temperature: float | None = Field(0.0, ge=0.0)
     """Sampling temperature of the judge. null: not sent, for models that refuse it."""
     max_tokens: int = Field(1024, ge=16)
-    """Most tokens of the judge's answer, including its reasons."""
+    """Maximum number of tokens of the judge's answer, including its reasons."""
     timeout_s: float = Field(60.0, gt=0.0)
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
     max_retries: int = Field(3, ge=0)
-    """How often a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
+    """Number of times that a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
-    """Most requests per minute of the whole run, divided among the rollout workers. 0: no limit of our own; the server
-    may refuse with status 429."""
+    """Maximum number of requests per minute of the whole run, divided among the rollout workers. 0: no limit, except
+    that the server may answer with status 429."""
     max_concurrent: int = Field(32, ge=1)
-    """Most requests in flight at once, over the whole run."""
+    """Maximum number of requests in flight at once, over the whole run."""
     cache: bool = True
     """Keep answers in judgements/ of the run folder, so that the same request is not sent to the same model again."""
     input_price: float = Field(0.0, ge=0.0)
@@ -262,7 +264,7 @@ class JudgeSection(FrozenModel):
         if self.kind != "reward_model" and not self.rubric:
             raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
         if self.kind == "reward_model" and (self.rubric or self.reference):
-            raise ValueError("a reward_model reads no rubric and no reference: leave them out")
+            raise ValueError("a reward_model reads no rubric and no reference: leave `rubric` and `reference` out")
         if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
-            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, as a metric is")
+            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, like a metric")
         return self

@@ -18,6 +18,14 @@ class LocalConfig(FrozenModel):
     code would be slowed down by other sandboxes and could miss its deadline."""
     packages: tuple[str, ...] = ()
     """Python packages that every sandbox has, e.g. [numpy], besides the packages that its task names."""
+    image_cache: str = ""
+    """Folder of unpacked images. Empty: ~/.cache/rayapp/images, for root /var/cache/rayapp/images."""
+    image_cache_gib: float = Field(50.0, gt=0)
+    """Most GiB of unpacked images. The least recently used ones are removed, never one in use."""
+    image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
+    images: dict[str, str] = Field(default_factory=dict)
+    """Image that a task requires -> another one to use for it, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 
 
 class _Remote(FrozenModel):
@@ -25,14 +33,15 @@ class _Remote(FrozenModel):
     """Most sandboxes alive at once: the account's quota minus other use. If the provider's quota turns out smaller, the
     pool adapts to it."""
     answer_within_s: float = Field(20.0, gt=0, le=60)
-    """Time limit for the overhead of a call to a sandbox (network and interpreter start), on top of the code's own time
-    limit if the call runs code. A sandbox that takes longer has failed."""
+    """Time limit for the overhead of a call to a sandbox (network and interpreter start), in addition to the code's own
+    time limit if the call runs code. A sandbox that takes longer has failed."""
     images: dict[str, str] = Field(default_factory=dict)
-    """Image or folder name that a repository task asks for -> this provider's template for it (Daytona: snapshot)."""
+    """Image or folder name that a repository task requires -> this provider's template for it (Daytona: snapshot)."""
 
     def template_of(self, wanted: str) -> str:
-        """Return the provider's template for the image that a task asks for; empty: its default."""
-        return self.images.get(wanted, wanted)
+        """Return the provider's template for the image that a task requires; empty: the provider's default."""
+        name = wanted.removeprefix("image:").removeprefix("build:")
+        return self.images.get(wanted, self.images.get(name, name))
 
 
 class _Created(_Remote):
@@ -45,14 +54,14 @@ class _Created(_Remote):
 
 
 class E2BConfig(_Created):
-    """E2B's cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager, which speaks an older dialect."""
+    """E2B's cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager, which uses an older dialect."""
 
     type: Literal["e2b"] = "e2b"
     dialect: Literal["e2b", "kruise"] = "e2b"
     """API dialect. kruise: routes and addresses of OpenKruise's sandbox-manager (docs/sandbox-providers.md)."""
     template: str = "code-interpreter-v1"
-    """Template, or name of the SandboxSet, for tasks that name none. It needs python3, and Jupyter for stateful
-    code."""
+    """Template, or name of the SandboxSet, for tasks that name no template. The template needs python3, and Jupyter for
+    stateful code."""
     api_key_env: str = Field("E2B_API_KEY", min_length=1)
     """Environment variable that holds the key; a config never holds keys."""
     domain: str = ""
@@ -64,11 +73,11 @@ class E2BConfig(_Created):
     allow_internet: bool = False
     """Let code in a sandbox reach the internet. Completions could then look up their answers."""
     claim_timeout_s: int = Field(30, ge=1, le=600)
-    """For kruise: longest wait for a sandbox from the warm set. Always sent: without it, the server would wait
-    forever."""
+    """Longest wait for a sandbox from the warm set, for dialect kruise. Always sent, because otherwise the server would
+    wait forever."""
     ready_timeout_s: int = Field(60, ge=1, le=600)
-    """For kruise: longest wait until a claimed sandbox is ready. Always sent: without it, the server would wait
-    forever."""
+    """Longest wait until a claimed sandbox is ready, for dialect kruise. Always sent, because otherwise the server
+    would wait forever."""
 
     @model_validator(mode="after")
     def _kruise_needs_its_url(self) -> Self:
@@ -78,7 +87,7 @@ class E2BConfig(_Created):
 
 
 class DaytonaConfig(_Created):
-    """Daytona's cloud, or an endpoint that speaks its API."""
+    """Daytona's cloud, or an endpoint with the same API."""
 
     type: Literal["daytona"] = "daytona"
     max_sandboxes: int = Field(10, ge=1)
@@ -120,7 +129,7 @@ class McpConfig(_Remote):
     api_key_header: str = "E2B-API-KEY"
     """Header that carries the key; `Authorization` sends it as a bearer token."""
     template: str = "code-interpreter"
-    """Template for tasks that name none, sent as X-Template."""
+    """Template for tasks that name no template, sent as X-Template."""
     tool: Literal["session", "once"] = "session"
     """Tools to call. session: run_command in the session's sandbox, and run_code for stateful code. once: run_code_once
     for every program, each in a fresh sandbox that ends with it; no files and no state."""
@@ -158,35 +167,37 @@ ProviderConfig = Annotated[
 
 
 class SandboxConfig(FrozenModel):
-    """Sandboxes for model-written code: who provides them, and the limits of the pool (docs/sandboxes.md)."""
+    """Sandboxes for model-written code: their providers, and the limits of the pool (docs/sandboxes.md)."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
-    """Sandbox providers in order of preference. A later one is used only while all earlier ones have no quota or keep
-    failing; its results are marked."""
+    """Sandbox providers in order of preference. A later provider is used only while all earlier providers have no quota
+    or keep failing; its results are marked."""
     max_leases: int = Field(0, ge=0)
-    """Most sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers' limits."""
+    """Maximum number of sandboxes in use at once, over all rollout workers and providers. 0: the sum of the providers'
+    limits."""
     max_waiting: int = Field(10_000, ge=1)
-    """Most requests for a sandbox that may wait at once. Further requests are refused at once instead of timing out."""
+    """Maximum number of requests for a sandbox that wait. Further requests are refused immediately instead of timing
+    out."""
     lease_ttl_s: float = Field(600.0, gt=0)
     """Longest time that one use of a sandbox (a lease) may take; then the sandbox is taken back. Must exceed any task's
     timeout_s."""
     holder_timeout_s: float = Field(60.0, gt=0)
-    """A rollout worker that sends nothing for this long counts as dead, and its leases are revoked."""
+    """Time without a message from a rollout worker after which it counts as dead, and its leases are revoked."""
     min_ready: int = Field(0, ge=0)
     """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
     prefetch: bool = False
     """While the learner trains, create as many remote sandboxes for the next step as earlier steps used at once. Idle
     sandboxes cost money; they are ended after idle_timeout_s, which should be longer than a step."""
     max_uses: int = Field(1, ge=1)
-    """How often one remote sandbox is used before it is ended. With 1, no use finds files of an earlier one; with more,
+    """Number of uses of a remote sandbox before it is ended. With 1, no use finds files of an earlier use; with more,
     each returned sandbox is checked."""
     create_timeout_s: float = Field(90.0, gt=0, le=3600)
     """Longest wait for a new sandbox. A sandbox that becomes ready later is used for another request or ended."""
     sandbox_ttl_s: float = Field(900.0, ge=60, le=86400)
-    """Lifetime that the provider is asked for, extended while the sandbox is in use: should the run die, the provider
-    ends the sandbox after this time."""
+    """Lifetime that the provider is asked for, extended while the sandbox is in use. If the run dies, the provider ends
+    the sandbox after this time."""
     idle_timeout_s: float = Field(300.0, gt=0)
-    """Idle time after which a remote sandbox beyond min_ready is ended, as it costs money."""
+    """Idle time after which a remote sandbox beyond min_ready is ended, because it costs money."""
     sweep_every_s: float = Field(60.0, gt=0)
     """Seconds between comparisons of the provider's list of sandboxes with the pool's, to end stray ones."""
     breaker_failures: int = Field(5, ge=1)
@@ -195,22 +206,22 @@ class SandboxConfig(FrozenModel):
     """Length of a provider's pause after breaker_failures failed creations; doubled each time the provider fails again,
     up to ten minutes."""
     reaper_grace_s: float = Field(120.0, gt=0)
-    """A run that sends nothing for this long counts as dead, and the reaper ends its sandboxes."""
+    """Time without a message from the run after which it counts as dead, and the reaper ends its sandboxes."""
     allow_unisolated: bool = False
     """Run model-written code without isolation on nodes that offer none; every result is then marked."""
 
     @model_validator(mode="after")
     def _distinct_providers(self) -> Self:
         if not self.providers:
-            raise ValueError("providers is empty: name one at least, e.g. providers: [{type: local}]")
+            raise ValueError("providers is empty: name at least one provider, e.g. providers: [{type: local}]")
         kinds = [provider.type for provider in self.providers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-            raise ValueError(f"provider {', '.join(sorted(twice))} is there twice; each kind may be there once")
+            raise ValueError(f"provider {', '.join(sorted(twice))} is listed twice; each kind may be listed once")
         return self
 
     @property
     def without_stock(self) -> Self:
-        """This section without warm sandboxes, which cost money and are useless if few are leased."""
+        """Section without warm sandboxes, which cost money and are useless if few are leased."""
         return self.model_copy(update={"min_ready": 0})
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,7 +19,7 @@ CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Sampling options of vLLM that change the sampled distribution, so that it is no longer the trained one."""
+"""Sampling options of vLLM that change the sampled distribution, which would then differ from the trained one."""
 
 
 GPU_BATCHED_TOKENS = 8192
@@ -29,19 +30,19 @@ class RunSection(FrozenModel):
     """Name, folder, resume and seed of the run (docs/run-folder.md)."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """Name of the run: of its folder, its Ray namespace and its sandboxes' labels."""
+    """Name of the run, which its folder, its Ray namespace and its sandboxes' labels also have."""
     output_dir: str = Field("outputs", min_length=1)
     """Folder that holds the run folder `<output_dir>/<name>`: a path, or s3://bucket/prefix, whose credentials are in
     the environment (docs/object-storage.md)."""
     staging_dir: Path = Path("~/.cache/rayapp/runs")
-    """Local folder for the files of a run on s3:// until they are uploaded. The driver and the learners must share it.
-    It is emptied when the run has ended and all its files are uploaded."""
+    """Local folder for the files of a run on s3:// until they are uploaded. The driver and the learners must share this
+    folder. It is emptied when the run has ended and all its files are uploaded."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """What to do if the run folder exists. auto: continue from the last complete checkpoint if there is one. never:
-    refuse a folder that holds a run. must: refuse to start without a checkpoint."""
+    """Treatment of an existing run folder. auto: continue from the last complete checkpoint, if there is a checkpoint.
+    never: refuse a folder that holds a run. must: refuse to start without a checkpoint."""
     allow_changed: tuple[str, ...] = ()
-    """Keys or sections, e.g. learner.optimizer.lr, that may differ from the config the run folder was made with. A run
-    resumes only if all other keys that affect training are unchanged."""
+    """Keys or sections, e.g. learner.optimizer.lr, that may differ from the config with which the run folder was made.
+    A run resumes only if all other keys that affect training are unchanged."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
     and configuration."""
@@ -68,24 +69,26 @@ class ModelSection(FrozenModel):
     """Hugging Face model: a local folder, an s3:// folder, or a hub id. `rayapp model fetch smollm2-135m` fetches the
     default."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. It has access to your credentials: leave it off for models you don't
-    trust."""
+    """Run Python code that comes with the model. The code has access to your credentials: set true only for models that
+    you trust."""
     max_position_embeddings: int | None = Field(None, ge=1)
-    """Longest sequence of the model in tokens, in place of its config.json's. null: as in config.json. Longer sequences
-    than those it was trained on cost quality."""
+    """Longest sequence of the model in tokens. null: as in the model's config.json. Sequences longer than those in the
+    model's own training lower its quality."""
 
 
 class RolloutSection(FrozenModel):
-    """How groups of trajectories are sampled."""
+    """Sampling of groups of trajectories."""
 
     group_size: int = Field(16, ge=1)
     """Trajectories sampled for each prompt (G). Advantages compare them with each other; with remax the last one is the
-    greedy baseline. 1 is allowed where nothing compares: with reinforce_plus_plus, or distillation without rewards."""
+    greedy baseline. 1 is allowed only if trajectories are not compared: with reinforce_plus_plus, or distillation
+    without rewards."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longest prompt in tokens. Longer prompts are refused before training starts; rows of data files can be cut
     or dropped instead (data.truncation, data.filter_overlong_prompts)."""
     max_completion_tokens: int = Field(256, ge=1)
-    """Most completion tokens of a trajectory, over all its turns and tool results. Longer ones are cut off."""
+    """Maximum number of completion tokens of a trajectory, over all its turns and tool results. Longer trajectories are
+    cut off."""
     temperature: float = Field(1.0, gt=0.0)
     """Sampling temperature of training. Servers and learners compute log-probs at this temperature."""
     num_workers: int = Field(1, ge=1)
@@ -104,9 +107,9 @@ class RolloutSection(FrozenModel):
         found = [name for name in FILTERS if isinstance(values, dict) and name in values]
         if found:
             raise ValueError(
-                f"{', '.join(found)} would bias training: the engine would sample another distribution, and the "
-                "importance ratio would divide by log-probs that the learner's model does not have. Leave it out; "
-                "temperature is taken into account in both places."
+                f"{', '.join(found)} would bias training: the engine would sample from another distribution than the "
+                "learner computes log-probs of. Leave this key out. (temperature is allowed: engine and learner both "
+                "apply it.)"
             )
         return values
 
@@ -122,10 +125,10 @@ class TrainSection(FrozenModel):
     """Optimizer steps per training step, each on an equal part of the step's groups. 1 is on-policy: the
     weights change once, after all groups of the step are computed."""
     max_staleness: int = Field(0, ge=0)
-    """Most optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous. Above
-    0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches 1 every ratio is 1
-    and clipping has no effect on samples of older weights. On a single CPU, values above 0 are slower: sampling and
-    training share its cores."""
+    """Maximum number of optimizer steps between the weights that sampled a group and the weights that train on it. 0 is
+    synchronous. Above 0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches
+    1 every ratio is 1 and clipping has no effect on samples of older weights. On a single CPU, values above 0 are
+    slower: sampling and training share its cores."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
     stays within max_staleness. null: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
@@ -146,7 +149,7 @@ class WarmupSection(FrozenModel):
     rows_per_step: int = Field(4, ge=1)
     """Demonstrations per optimizer step. Each epoch takes all demonstrations in a new order, drawn from run.seed."""
     max_tokens: int = Field(0, ge=0)
-    """Longest row; longer ones are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
+    """Longest row in tokens; longer rows are refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     filter_overlong: bool = False
     """Drop rows longer than max_tokens, and report how many, instead of refusing them."""
     optimizer: OptimizerSection = OptimizerSection(lr=2e-5)
@@ -154,12 +157,12 @@ class WarmupSection(FrozenModel):
 
 
 class ServerSection(FrozenModel):
-    """vLLM servers that sample, and how they get new weights (docs/scale.md)."""
+    """vLLM servers that sample, and the transport of new weights to them (docs/scale.md)."""
 
     num_servers: int = Field(1, ge=1)
     """Number of vLLM servers that sample; each holds the whole model."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs of one node that a server splits the model over."""
+    """Number of GPUs of one node over which a server splits the model."""
     dtype: Dtype = "bfloat16"
     """Number format of the servers' weights and computation."""
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
@@ -171,10 +174,10 @@ class ServerSection(FrozenModel):
     """Tokens per KV cache block. A group shares only whole blocks of its prompt; the rest is computed for each
     trajectory. 0: vLLM's default, which on CPU is 128, longer than many prompts."""
     max_num_seqs: int = Field(64, ge=1)
-    """Most sequences that a server decodes at once; further ones wait."""
+    """Maximum number of sequences that a server decodes at once; further sequences wait."""
     max_num_batched_tokens: int = Field(0, ge=0)
-    """Most tokens that a server computes in one engine step, decoded tokens and prompt chunks together. 0: 8192 on
-    GPUs, vLLM's default on CPU."""
+    """Maximum number of tokens that a server computes in one engine step, decoded tokens and prompt chunks together. 0:
+    8192 on GPUs, vLLM's default on CPU."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """Skip compilation and CUDA graphs. auto: only on CPU, where compiling adds 45 s to the start for 10% more
     speed."""
@@ -189,8 +192,8 @@ class ServerSection(FrozenModel):
     """Time limit of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
     replaced."""
     weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
-    """How weights reach the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they share
-    the learners'. gloo works like nccl, for machines without GPUs."""
+    """Transport of weights to the servers. auto: object_store on CPU, nccl if servers have their own GPUs, ipc if they
+    share the learners'. gloo works like nccl, for machines without GPUs."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
 
@@ -200,7 +203,7 @@ class ServerSection(FrozenModel):
 
     @property
     def gpu_batched_tokens(self) -> int:
-        """Most tokens that a server on GPUs computes in one step."""
+        """Maximum number of tokens that a server on GPUs computes in one step."""
         return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
 
     @model_validator(mode="after")
@@ -208,13 +211,13 @@ class ServerSection(FrozenModel):
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but max_num_seqs is {self.max_num_seqs}, "
-                "and each sequence has a token in a step: raise the first, or lower the second."
+                "and each sequence has a token in a step. Raise max_num_batched_tokens, or lower max_num_seqs."
             )
         return self
 
 
 class CheckpointSection(FrozenModel):
-    """When checkpoints are saved, and which are kept (docs/recover.md)."""
+    """Saving and keeping of checkpoints (docs/learner.md#checkpoints)."""
 
     every_steps: int = Field(10, ge=0)
     """Training steps between checkpoints. 0: save only at the end."""
@@ -223,38 +226,58 @@ class CheckpointSection(FrozenModel):
     keep_best: int = Field(0, ge=0)
     """Number of further checkpoints to keep: those with the highest `best_metric` at their step."""
     best_metric: str = "reward/mean"
-    """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without it have no score. If
-    keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
+    """Metric that keep_best compares, e.g. eval/reward/mean; higher is better. Steps without this metric have no score.
+    If keep_best is not 0 and the metric doesn't exist, the run ends after the first step."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
-    """Parts of a checkpoint. model, optimizer: what a resume needs, both of them. hf_model: also a Hugging Face folder
-    of the weights."""
+    """Parts of a checkpoint. model, optimizer: a resume needs both. hf_model: also a Hugging Face folder of the
+    weights."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. The weights are copied to host memory first."""
 
 
+class BudgetSection(FrozenModel):
+    """What a run costs, and the most it may cost (docs/operate.md#budget). Without prices nothing is counted."""
+
+    gpu_hour: float = Field(0.0, ge=0)
+    """Price of one GPU of the run for an hour."""
+    node_hour: float = Field(0.0, ge=0)
+    """Price of one node of the Ray cluster for an hour, beside its GPUs. Every node that is alive counts."""
+    sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
+    """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
+    cap: float = Field(0.0, ge=0)
+    """The most that the run may cost, judges included; resumes go on counting. At 80% the run warns; at the cap it
+    saves and ends with exit code 3. 0: no limit."""
+    currency: str = "USD"
+    """Name of the unit of all prices, for messages. Judges' prices (judges[].input_price) are in the same unit."""
+
+    @property
+    def has_prices(self) -> bool:
+        return bool(self.gpu_hour or self.node_hour or any(self.sandbox_second.values()) or self.cap)
+
+
 class EvalSection(FrozenModel):
-    """What is evaluated, and when (docs/data.md#evaluation)."""
+    """Tasks and times of evaluations (docs/data.md#evaluation)."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks or data files to evaluate, e.g. the training tasks in other words; never trained on. Empty: the training
-    tasks; rows of data files are not evaluated then."""
+    """Tasks or data files to evaluate, e.g. the training tasks in other words; never trained on. Empty: evaluate the
+    training tasks, but no rows of data files."""
     max_problems: int = Field(0, ge=0)
-    """Most tasks or rows to evaluate, from the first; 0: all."""
+    """Maximum number of tasks or rows to evaluate, from the first; 0: all."""
     every_steps: int = Field(0, ge=0)
     """Training steps between evaluations (metrics `eval/*`); the last step is always evaluated. Evaluation doesn't
     affect training. 0: never evaluate."""
     before_training: bool = False
-    """Also evaluate the model that training starts from, as step 0; with a warm-up, also before it, as the warm-up's
-    step 0."""
+    """Also evaluate the model from which training starts, as step 0; with a warm-up, also the model before the warm-up,
+    as the warm-up's step 0."""
     samples_per_task: int = Field(16, ge=1)
     """Completions per task or data row. pass@k is reported for k = 1, 2, 4, … up to this number."""
     temperature: float = Field(1.0, ge=0.0)
     """Sampling temperature of evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Evaluations sample from the most likely tokens that together have this probability. 1: from all. Training always
-    samples from all."""
+    """Total probability of the most likely tokens from which evaluations sample. 1: all tokens. Training always samples
+    from all tokens."""
     top_k: int = Field(0, ge=0)
-    """Evaluations sample from this many most likely tokens. 0: from all."""
+    """Number of most likely tokens from which evaluations sample. 0: all tokens."""
 
 
 class ClusterSection(FrozenModel):
@@ -266,61 +289,62 @@ class ClusterSection(FrozenModel):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
-    """Which GPUs servers and learners use. split: separate ones. colocated: they share all GPUs, and servers sleep
-    while learners train; only for synchronous runs. Without GPUs both are the same."""
+    """GPUs of servers and learners. split: separate GPUs. colocated: shared GPUs, on which servers sleep while learners
+    train; only for synchronous runs. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs that this run may use, checked before anything starts. null: ask the cluster."""
+    """GPUs that this run may use, checked before anything starts. null: as many as the cluster has."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
-    """Seconds to wait until the cluster has the GPUs this run needs; 0 refuses at once. For clusters that autoscale or
-    whose workers join after the head."""
+    """Seconds to wait until the cluster has the GPUs that the run needs; 0: refuse immediately. For clusters that
+    autoscale, or whose workers join after the head."""
     object_store_mib: int = Field(1024, ge=100)
-    """Size in MiB of the object store, if the run starts Ray. It has to hold two copies of the weights and the groups
-    in flight."""
+    """Size in MiB of the object store, if the run starts Ray. The store has to hold two copies of the weights and the
+    groups in flight."""
     dashboard: bool = True
     """Start Ray's dashboard if the run starts Ray. The dashboard takes some memory and CPU time."""
     log_to_driver: bool = False
-    """Also print the output of all processes in the driver's terminal. It is always in Ray's logs and the dashboard."""
+    """Also print the output of all processes in the driver's terminal. The output is always in Ray's logs and the
+    dashboard."""
     start_timeout_s: float = Field(120.0, gt=0)
     """Time limit for Ray to place each process of the run."""
 
 
 class RecoverySection(FrozenModel):
-    """When a process counts as dead or hanging, and how often it is replaced (docs/recover.md)."""
+    """Detection and replacement of processes that are dead or hang (docs/recover.md)."""
 
     max_restarts: int = Field(3, ge=0)
-    """Restarts of each process that a run may need (all learners count as one); one more failure ends the run. 0: never
+    """Maximum number of restarts of each process (all learners count as one); one more failure ends the run. 0: never
     restart."""
     ping_every_s: float = Field(2.0, gt=0)
     """Seconds between health checks of each process."""
     ping_timeout_s: float = Field(60.0, gt=0)
-    """A process that doesn't answer for this long counts as hanging and is replaced. Keep it far above the pauses of a
+    """Time without an answer after which a process counts as hanging and is replaced. Keep it far above the pauses of a
     healthy process on a busy machine. While a process starts, server.start_timeout_s applies instead."""
     stall_replace_s: float = Field(180.0, gt=0)
-    """A server that has requests but samples no token for this long is replaced. Keep it below
+    """Time after which a server is replaced if it has requests but samples no token. Keep it below
     server.request_timeout_s, after which requests fail. Requests that start together wait for each other for half of
     this time."""
     stall_report_s: float = Field(600.0, gt=0)
-    """If no group and no phase of a step finishes for this long, report which process waits for what."""
+    """Time without a finished group or phase of a step after which all waits are reported."""
     stall_stop_s: float = Field(3600.0, gt=0)
-    """If no group and no phase of a step finishes for this long, write the stacks of all processes, save all
-    complete work, and stop. Keep it longer than the slowest healthy step."""
+    """Time without a finished group or phase of a step after which the run writes the stacks of all processes, saves
+    all complete work, and stops. Keep it longer than the slowest healthy step."""
 
 
 class TrackingSection(FrozenModel):
     """Metrics, traces, trajectories and logs of the run (docs/operate.md)."""
 
     trackers: tuple[str, ...] = ("console", "jsonl")
-    """Trackers that each step's metrics go to: console, jsonl, tensorboard, mlflow, wandb, or plug-ins
+    """Trackers that record each step's metrics: console, jsonl, tensorboard, mlflow, wandb, or plug-ins
     (docs/plugins.md). A failing tracker is reported once and counted in `tracking/failed`; training continues."""
     project: str = Field("rayapp", min_length=1)
     """Name of the MLflow experiment and of the W&B project."""
     mlflow_uri: str = ""
     """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker: turns, generations, tool
-    calls and sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
+    """Share of the trajectories that are sent to MLflow as traces, if MLflow is a tracker. A trace has turns,
+    generations, tool calls and sandbox runs with their texts. A trace takes about 15 ms, in parallel with training."""
     wandb_mode: Literal["offline", "online"] = "offline"
-    """Where W&B writes. offline: files in the run folder, for `wandb sync`. online: W&B's server, with
+    """Mode of W&B. offline: files in the run folder, for `wandb sync`. online: W&B's server, with
     WANDB_API_KEY."""
     trajectories: bool = True
     """Write each step's trajectories to trajectories/step=NNNNNN.parquet of the run folder (docs/run-folder.md)."""

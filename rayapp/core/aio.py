@@ -1,4 +1,5 @@
-"""Running coroutines: signals that clean up first, work that a cancellation must not cut, several at once.
+"""Run coroutines: with signals that let cleanup run first, with work that a cancellation must not interrupt, and
+several at once.
 
 run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel it, and its cleanup runs
 when_stopped             register a callback that runs at once when a signal comes
@@ -123,9 +124,8 @@ def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) 
 
 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after it.
-
-    A second cancellation, for a user who won't wait, ends the coroutine too. An error of the coroutine does not undo a
+    """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after the work. A
+    second cancellation ends the coroutine too, for a user who won't wait. An error of the coroutine does not undo a
     cancellation: it becomes its cause.
     """
     task = asyncio.ensure_future(coroutine)
@@ -166,7 +166,7 @@ async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with exit code 1 after this many seconds, whatever it does then: the last resort.
+    """End this process with exit code 1 after this many seconds, even if it hangs.
 
     The stacks of its threads go to stderr. This works even if the event loop is blocked, cleanup waits forever, or a
     thread that hangs on a disk keeps the interpreter from exiting. There is one timer per process: each call resets it.
@@ -208,8 +208,7 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
 async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *, at_once: int | None = None) -> None:
     """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
 
-    Args:
-        at_once: most items in work at the same time; None: no limit.
+    Args: at_once: maximum number of items in work at the same time; None: no limit.
     """
     slots = asyncio.Semaphore(at_once) if at_once else None
 

@@ -13,7 +13,8 @@
     │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
     │   ├── SandboxProtocolError        the provider answered something that makes no sense
     │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
-    │   └── IsolationUnavailableError   this node can't isolate model-written code
+    │   │   ├── ImageError              an image is missing, damaged, too large, or for another platform
+    │   │   └── IsolationUnavailableError   this node can't isolate model-written code
     ├── EngineError                     a vLLM server can't generate
     │   ├── EngineDeadError             its process is gone
     │   └── StaleVersionError           it holds another policy version than the caller requires
@@ -100,7 +101,7 @@ class SandboxUnavailableError(SandboxError):
 
 
 class SandboxQuotaError(SandboxUnavailableError):
-    """The provider refuses more sandboxes: the pool goes on with fewer."""
+    """The provider refuses more sandboxes: the pool continues with fewer."""
 
 
 class SandboxRateLimitError(SandboxUnavailableError):
@@ -131,6 +132,10 @@ class SandboxConfigError(SandboxError, UserError):
     """Wrong key, template, endpoint or permission: retrying can't help, so the run stops with this message."""
 
 
+class ImageError(SandboxConfigError):
+    """An image is missing, damaged, too large, or for another platform."""
+
+
 class IsolationUnavailableError(SandboxConfigError):
     """This node offers no isolation that model-written code may run under."""
 
@@ -156,7 +161,7 @@ class WeightSyncError(RayappError):
 
 
 class ToolUnavailableError(RayappError):
-    """The service behind a tool can't be reached. Says nothing about the policy, so the trajectory is left out."""
+    """The service behind a tool can't be reached. The failure is not the policy's, so the trajectory is left out."""
 
 
 class LearnerError(RayappError):
@@ -253,6 +258,10 @@ class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
 
 class TrainingAbortedError(RayappError):
     """The run stops because going on would train on noise; the message says what failed and how often."""
+
+
+class BudgetSpentError(RayappError):
+    """The run has cost as much as `budget.cap` allows. Its steps are saved; exit code 3."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Atomic file writes, locks, OSErrors as errors of this application, and storage locations.
+"""Atomic file writes, locks, conversion of OSErrors to errors of rayapp, and storage locations.
 
 aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
 explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
@@ -78,7 +78,7 @@ def explain_unwritable(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's contents, all or nothing."""
+    """Replace a file's contents completely, or leave them unchanged."""
     with aside(path) as temporary:
         temporary.write_text(text)
 
@@ -104,7 +104,7 @@ def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
 
 
 def readable_as_its_folder(file: Path) -> None:
-    """Give a file its folder's permissions: safetensors makes files that only their owner can read."""
+    """Give a file its folder's permissions, because safetensors makes files that only their owner can read."""
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
@@ -261,8 +261,8 @@ class Location:
             return cls(key=path)
         if scheme.group(1) != "s3":
             raise StorageConfigError(
-                f"{uri!r}: only s3://bucket/prefix and local paths are supported. "
-                "OSS and MinIO speak S3 too: write s3:// and set RAYAPP_S3_PRESET (see docs/data.md)."
+                f"{uri!r}: only s3://bucket/prefix and local paths are supported. For OSS and MinIO, too, write s3:// "
+                "and set RAYAPP_S3_PRESET (docs/data.md)."
             )
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from rayapp.core.errors import ConfigError, UserError
 
 MAX_WAIT_S = 600.0
-"""Longest pause that a service may ask for: a nonsense header must not stop a run for days."""
+"""Longest pause that a service may request, so that a wrong header doesn't stop a run for days."""
 
 
 def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> str:
@@ -32,7 +32,7 @@ def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> s
 
 
 def retry_after_s(text: str | None) -> float | None:
-    """Return the seconds that a Retry-After header asks for; None if it is unusable.
+    """Return the seconds in a Retry-After header; None if the header is unusable.
 
     The header's other form, a date, is ignored: this machine's clock may be off.
     """

@@ -6,9 +6,9 @@
 From `ray.init` on, Ray writes the lines, with the ids of job, node, actor and task; before it, this module does. Ids
 are in a context variable, so that lines logged by a library or by `rayapp.sandbox` carry them too.
 
-Foreign text comes from a model, a tool, a data row, a sandbox or a service. A terminal obeys control characters: such
-text could clear the screen, rewrite lines above it, retitle the window, or put a command on the clipboard. All code
-that prints foreign text prints `visible(text)`, except in JSON, as `json.dumps` escapes these characters.
+Foreign text comes from a model, a tool, a data row, a sandbox or a service. With control characters, such text could
+clear a terminal's screen, rewrite the lines above, retitle the window, or put a command on the clipboard. All code that
+prints foreign text prints `visible(text)`, except in JSON, as `json.dumps` escapes these characters.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def make_logs_visible() -> None:
         return
 
     def make_visible(*args: object, **kwargs: object) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        # Wrap the existing factory, which may be Ray's (it records the time), and change the class of its record.
-        record.__class__ = _VisibleRecord
+        record = _VisibleRecord(*args, **kwargs)  # type: ignore[arg-type]
+        # The existing factory may be Ray's, which records the time.
+        record.__dict__.update(make(*args, **kwargs).__dict__)
         if record.exc_info:
             # Formatters use exc_text if it is set.
             record.exc_text = visible(logging.Formatter().formatException(record.exc_info))
@@ -124,14 +124,15 @@ class _Faults(logging.FileHandler):
             return True
         self.emit(record)
         if self._note is not None:
-            self._note(f"tracebacks of what was lost are in {self.baseFilename}")
+            self._note(f"tracebacks of the lost calls are in {self.baseFilename}")
             self._note = None
         return False
 
 
 @contextmanager
 def tracebacks_in(file: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, write errors of abandoned calls to a file: after the loss of a process they fill pages.
+    """Within the block, write errors of abandoned calls to a file: after the loss of a process their tracebacks fill
+    pages.
 
     Args:
         note: called once, with a message that names the file.

@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
     A step frees and allocates gigabytes of activations. Each page that is returned must be zeroed and mapped again,
     which took a tenth of the step's CPU time (measured: 1.2 s of 11 s, 783000 page faults, against 0.03 s and 7000).
-    The price is fragmentation: up to as much memory again as is in use.
+    In return memory is fragmented: the process may hold up to twice the memory in use.
     """
     set_option = _function("mallopt")
     if set_option is not None:
@@ -48,7 +48,7 @@ def trim_heap() -> None:
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """Return the C library's function of this name; None if it has none."""
+    """Return the C library's function of this name; None if the library has no such function."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 
@@ -106,8 +106,8 @@ def share_of_cores(num_processes: int, *, is_synchronous: bool, model: str = "")
         num_processes: number of processes of this kind.
         model: folder of the model. Its weights bound the threads: one per `_WEIGHTS_PER_THREAD` bytes, at least
             `_FEW_THREADS`. Threads with less work would wait for each other longer than they compute. Both numbers are
-            chosen, not measured: that takes more cores than the 2 that were there. On these, busy, 2 threads had 0.7
-            (16 tokens) and 0.3 (a training step of 512) of the speed of 1 with 0.7 MiB of weights.
+            chosen, not measured, because a measurement needs more than 2 cores. On 2 busy cores, with 0.7 MiB of
+            weights, 2 threads had 0.7 (16 tokens) and 0.3 (a training step of 512) times the speed of 1 thread.
     """
     cores = num_cores()
     if not is_synchronous:

@@ -55,8 +55,8 @@ def given(name: str) -> object:
         return _OBJECTS[name]
     except KeyError:
         raise InputError(
-            f"{name} is an object of the Python program that started this run, and not here: start it from there "
-            "(rayapp.train), or write a file and name that"
+            f"{name} is an object of the Python program that started this run, and this process doesn't have it: start "
+            "the run from that program (rayapp.train), or write the object into a file and name the file"
         ) from None
 
 
@@ -173,8 +173,8 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 
 UNUSED = ("is_sklearn_available", "is_scipy_available")
-"""Checks of transformers before it imports scikit-learn (with SciPy and pandas, for assisted generation) and SciPy (for
-object detection): features that are not used here."""
+"""Checks that transformers makes before it imports scikit-learn (with SciPy and pandas, for assisted generation) and
+SciPy (for object detection): features that are not used here."""
 UNUSED_BY_VLLM = ("scipy.signal", "pandas")
 """Modules that vLLM imports if they are installed, for audio and for tables of AMD's kernels."""
 

@@ -15,19 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-_KEEPER = str(Path(__file__).with_name("supervisor.py"))
+_SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 AFTER_DEATH_S = 2.0
 """Seconds that a program may take to end after its pipe closed, and that its remaining output is read for."""
 
 
-def kept(command: Sequence[str], *, listens: bool = False) -> list[str]:
+def supervised(command: Sequence[str], *, listens: bool = False) -> list[str]:
     """Return the arguments that run a command under the supervisor. Give it a pipe as standard input: when the pipe
     closes, the program and all its processes are killed.
 
     Args:
         listens: the command reads that pipe; otherwise it has no standard input.
     """
-    return [sys.executable, "-I", "-S", _KEEPER, *(["--listens"] if listens else []), *command]
+    return [sys.executable, "-I", "-S", _SUPERVISOR, *(["--listens"] if listens else []), *command]
 
 
 def passed_on(*more: str) -> dict[str, str]:

@@ -3,43 +3,53 @@
     our process --pipe to standard input--> supervisor -> program -> processes of any session and group
 
 The pipe closes when our process ends, even by SIGKILL. The supervisor is a script without imports of rayapp, so that it
-starts in milliseconds: `python -I -S supervisor.py [--listens] COMMAND…` (see `programs.kept`). With --listens, the
-program reads the pipe.
+starts in milliseconds: `python -I -S supervisor.py [--listens] COMMAND…` (see `programs.supervised`). With --listens,
+the program reads the pipe.
+
+The watcher of a remote sandbox gets this file's text and ends its candidate by the same functions. So it is for Python
+3.9 and newer.
 """
 
 # No pathlib: importing it would take longer than all the rest.
 # ruff: noqa: PTH123, PTH208
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import select
 import signal
 import sys
+import time
 from typing import NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ROUND_S = 0.002
 
 
 def main(command: list[str], *, listens: bool) -> NoReturn:
-    # Orphaned descendants become our children instead of init's.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     for number in _HANDLED:
         signal.signal(number, lambda *_: None)  # not SIG_IGN: the program would inherit it
     pid = os.fork()
     if pid == 0:
         _become(command, listens=listens)
-    status = _wait(pid)
-    _kill_all()
+    _wait(pid)
+    status = end_tree(pid)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status in _HANDLED:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status & 0xFF)
+
+
+def adopt_orphans() -> None:
+    """Become the subreaper: orphaned descendants become children of this process instead of init's."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _become(command: list[str], *, listens: bool) -> NoReturn:
@@ -52,27 +62,37 @@ def _become(command: list[str], *, listens: bool) -> NoReturn:
         os._exit(_NOT_EXECUTABLE if isinstance(error, PermissionError) else _NOT_FOUND)
 
 
-def _wait(pid: int) -> int:
-    """Return the program's exit status. Kill the program if the caller's end of the pipe closes first."""
+def _wait(pid: int) -> None:
+    """Wait until the program ends, or the caller's end of the pipe closes."""
     poll = select.poll()
     poll.register(0, 0)  # only for hang-up: the program may read the data
-    program = os.pidfd_open(pid)
-    poll.register(program, select.POLLIN)
-    ready = dict(poll.poll())
-    if 0 in ready and program not in ready:
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    poll.register(os.pidfd_open(pid), select.POLLIN)
+    poll.poll()
 
 
-def _kill_all() -> None:
-    """Kill children until there are none: the children of each killed process become ours."""
-    while True:
+def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
+    """Kill and reap children until there are none: the children of each killed process become ours.
+
+    Args:
+        most_rounds: number of tries after which processes that can't be killed are left.
+    Returns:
+        The exit status of `program`, which may have ended before; -9 if it could not be reaped.
+    """
+    status = -int(signal.SIGKILL)
+    for _ in range(most_rounds):
         for pid in _children():
-            os.kill(pid, signal.SIGKILL)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
         try:
-            os.waitpid(-1, 0)
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if reaped[0] == program:
+                    status = os.waitstatus_to_exitcode(reaped[1])
         except ChildProcessError:
-            return
+            break
+        time.sleep(_ROUND_S)
+    return status
 
 
 def _children() -> list[int]:

@@ -1,7 +1,7 @@
 """Detect stalled work inside a process (`InHand`), and measure where wall time goes (`Stopwatch`, `Phases`).
 
 Each vLLM server and rollout worker has an `InHand`, which its `ping` checks; the driver's supervision replaces a
-stalled process like one that hangs. Stalls that no single process can see are found by the driver's watchdog.
+stalled process like one that hangs. The driver's watchdog finds stalls that no single process can detect.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def path_to(index: int, forks: Sequence[Fork]) -> Int64Array:
 
 
 def branches(num_tokens: int, forks: Sequence[Fork]) -> list[Int64Array]:
-    """Return the token indices of each branch. Every token is in at least one branch; none is a prefix of another.
+    """Return the token indices of each branch. Every token is in at least one branch; no branch is a prefix of another.
 
     Example: 8 tokens and the fork in the module's docstring -> [0 1 2 3 4] and [0 1 2 5 6 7].
     """

@@ -1,4 +1,5 @@
-"""Data types that move between the parts: frozen and slotted, with numpy arrays, no behaviour beyond derived values.
+"""Data types that the parts of a run exchange: frozen and slotted, with numpy arrays, and no methods except derived
+values.
 
 Numpy arrays are zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group. A *trajectory* is one
 full sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the policy saw them. Token in,
@@ -21,7 +22,8 @@ BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.unsignedinteger[Any]]
 """Expert indices, in the narrowest type that holds them."""
 FinishReason = Literal["stop", "length"]
-"""How a completion ended. A completion that the engine itself aborted is an `EngineError` instead."""
+"""End of a completion: a stop token or text, or the limit of tokens. If the engine aborts a completion, an
+`EngineError` is raised."""
 
 
 class RequestId(NamedTuple):
@@ -31,7 +33,8 @@ class RequestId(NamedTuple):
     """
 
     purpose: Literal["group", "eval", "serve"]
-    """`group` is trained on. Evaluation meets training neither in a server's queue nor in its prefix cache."""
+    """Use of the completion; only `group` is trained on. Evaluation and training share neither a server's queue nor its
+    prefix cache."""
     group: int
     trajectory: int = -1
     """-1: the request belongs to no trajectory, as in `serve`."""
@@ -58,7 +61,7 @@ class SamplingParams:
     """Sampling options of one completion: distribution, length, randomness, and what is recorded."""
 
     max_tokens: int
-    """Most tokens to sample."""
+    """Maximum number of tokens to sample."""
     temperature: float = 1.0
     """0 is greedy. Training computes log-probs at the same temperature."""
     top_p: float = 1.0
@@ -67,7 +70,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the completion; the matched string is not part of `Completion.text`."""
     seed: int | None = None
-    """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
+    """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
+    the same tokens."""
     num_routed: int = 0
     """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
@@ -115,7 +119,7 @@ class Completion:
 
 
 class RolloutStatus(StrEnum):
-    """How a trajectory ended. All but ERROR_* are the policy's own doing and may be trained on."""
+    """End of a trajectory. With ERROR_* a part of the run failed; all other trajectories may be trained on."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -143,7 +147,7 @@ class Reward:
     """
 
     value: float
-    """The scalar that training uses; 0.0 and not to be read if `valid` is False."""
+    """The scalar that training uses; 0.0 without meaning if `valid` is False."""
     terms: dict[str, float] = field(default_factory=dict)
     """Named parts, each recorded. Every task scored by tests has `pass_rate` and `solved` (0 or 1)."""
     status: str = "scored"
@@ -151,7 +155,7 @@ class Reward:
     valid: bool = True
     """False if infrastructure failed, which says nothing about the policy."""
     failure_kind: str = ""
-    """Why it is not valid, e.g. sandbox_gone; empty otherwise."""
+    """Reason why the verdict is not valid, e.g. sandbox_gone; empty if it is valid."""
     detail: str = ""
     """One line for people: the exception that the code raised, or the first failed test with its expected value.
     Recorded and shown in `rayapp view`, never to the policy."""
@@ -275,7 +279,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Everything that was read and sampled in one play of a prompt.
+    """All tokens that the policy read and sampled in one play of a prompt.
 
     Example: prompt [5, 9], completion [7, 2] -> token_ids [5, 9, 7, 2], response_mask [F, F, T, T],
     rollout_log_probs [0, 0, -0.1, -2.3].
@@ -290,7 +294,7 @@ class Trajectory:
     completion_text: str
     """The answer that was handed in, else the text of the last turn."""
     reward: Reward = UNSCORED
-    """The verdict; for a play that failed, an invalid one that says why."""
+    """The verdict; for a play that failed, an invalid verdict with the reason."""
     status: RolloutStatus
     min_policy_version: int
     max_policy_version: int
@@ -307,10 +311,10 @@ class Trajectory:
     agent_counts: Mapping[str, float] = field(default_factory=dict)
     """Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}. Reported as terms `agent/*`."""
     routed_experts: ExpertArray | None = None
-    """(T, layers, k) with `learner.router_replay`: experts of each token, as the engine chose them when it first
-    computed the token; 0 for tokens that nothing was sampled after, which no forward pass has read."""
+    """(T, layers, k) with `learner.router_replay`: experts that the engine chose when it first computed each token; 0
+    for a token after which no token was sampled, because no forward pass has read it."""
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By tool or environment: its reward for the whole play. Part of the verdict; not recorded by itself."""
+    """Reward of each tool or environment for the whole play. Part of the verdict; not recorded separately."""
 
     @classmethod
     def of_tokens(
@@ -406,7 +410,7 @@ class GroupSummary:
 
 
 class ExecOutcome(StrEnum):
-    """How code that ran in a sandbox ended. None of these is the sandbox's failure (that is a SandboxError)."""
+    """End of code that ran in a sandbox. If the sandbox itself fails, a SandboxError is raised instead."""
 
     OK = "ok"
     CODE_FAILED = "code_failed"
@@ -436,7 +440,8 @@ class ExecResult:
     exit_code: int
     """Process exit status; negative is the signal that ended it."""
     stdout: str
-    """At most max_output_bytes, cut at the end with `truncated` set; undecodable bytes are replaced."""
+    """Standard output, at most max_output_bytes: longer output is cut at the end, and `truncated` is set. Undecodable
+    bytes are replaced."""
     stderr: str
     duration_s: float
     truncated: bool = False
@@ -460,7 +465,7 @@ class CallResult:
     value: object = None
     """None, bool, int, float, str, list, tuple, dict, set or bytes of exactly these types."""
     error: str = ""
-    """Why there is no value: an exception, an unsupported return type, or a value that is too large."""
+    """Reason why there is no value: an exception, an unsupported return type, or a value that is too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -497,13 +502,15 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False
     """Programs in the sandbox may connect to one port of their loopback, on which the sandbox's holder listens."""
-    own_root: bool = False
-    """The sandbox has its own root folder, in which /app, /tests, /solution and /logs can be made."""
+    workdir: str = ""
+    """Working folder in an image; empty: the image's own."""
+    own_files: bool = False
+    """Code may write files, and the sandbox has its own root folder, in which /app and /tests can be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStart:
-    """Everything that an agent sees at the start of a task; it holds nothing that the verdict rests on."""
+    """Everything that an agent sees at the start of a task; it contains no hidden tests or expected values."""
 
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -517,6 +524,6 @@ class AgentStart:
     spec: SandboxSpec | None = None
     """Sandbox of the workspace; `packages` and the tools' needs are added."""
     images: Mapping[str, str] = field(default_factory=dict)
-    """Image or template that the workspace or the verdict needs -> reason, for people."""
+    """Image or template that the workspace or the verdict needs -> reason, as text for users."""
     setup: tuple[str, ...] = ()
-    """Command to run in the workspace after its files are written. If it fails, the agent starts all the same."""
+    """Command to run in the workspace after its files are written. The agent starts even if the command fails."""

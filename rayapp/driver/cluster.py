@@ -14,19 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.calls import answer
-from actors.group_calls import GroupCalls
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
-from actors.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
 from actors.own_ray import RayConnection, one_connection, ray_session, session_of_run
 from actors.placement import Placement, uses_gpus, wait_for_gpus
+from actors.routing import AnyServer, GroupCalls, Router
 from actors.starting import (
     NO_STAND_INS,
+    ModelServerMember,
+    PoolMember,
     Report,
+    ServerMember,
     StandIns,
     Started,
+    WorkerMember,
     all_ready,
     dump_stacks,
     ready_pool,
@@ -37,7 +39,8 @@ from actors.starting import (
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
+from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
+from rayapp.config.config import Config, with_addresses
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -53,7 +56,6 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import Tracker
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
-from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.supervision import Supervisor, Watched
 from rayapp.engine.weights.sync import (
@@ -105,7 +107,7 @@ class Cluster:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     def check_weights(self) -> None:
-        """Check that a server restarted now could get weights.
+        """Check that a server that restarts now can get weights.
 
         Raises:
             LearnersLostError: the weights of the last sync were lost with their node, and so were the learners.
@@ -127,9 +129,9 @@ class Cluster:
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
         """Replace servers that failed, each only once even if several calls report it; all are up when this returns."""
-        # Condemn only servers that are alive but hold half-loaded weights: pings find the dead ones. All at once, as a
-        # server takes minutes to start on a GPU. Use the incarnations from the time of the failures: while one server
-        # is replaced, the supervisor may already have replaced another.
+        # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
+        # at once, as a server takes minutes to start on a GPU. Use the incarnations from the time of the failures:
+        # while one server is replaced, the supervisor may already have replaced another.
         await asyncio.gather(
             *(
                 self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
@@ -140,14 +142,14 @@ class Cluster:
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
-        """Before a training step, let servers that share the learners' GPUs sleep. The next sync wakes them."""
+        """Before a training step, put servers to sleep that share the learners' GPUs. The next sync wakes them."""
         if self.config.cluster.placement == "split":
             return
         while failed := await self._put_to_sleep():
             await self._replace(failed)  # the replacement is awake
 
     async def _put_to_sleep(self) -> dict[str, RayappError]:
-        """Let the servers sleep. Returns those that failed to, by name."""
+        """Put the servers to sleep. Returns the servers that stayed awake, by name, with their errors."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
         failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
@@ -158,7 +160,7 @@ class Cluster:
         return failed
 
     async def export_hf(self, folder: Path) -> None:
-        """Write the learners' model, as the last use of this cluster: servers on the same GPUs sleep."""
+        """Write the learners' model. Call it last: servers on the same GPUs stay asleep."""
         if self.config.cluster.placement == "colocated":
             await self._put_to_sleep()
         await self.learners.export_hf(folder)
@@ -173,7 +175,7 @@ class Cluster:
         if self.num_learner_restarts >= limit:
             raise RestartsUsedUpError(
                 f"the learners were lost {limit + 1} times, and recovery.max_restarts is {limit}. Last reason: {error} "
-                "Start the run again: it goes on from its last checkpoint."
+                "Start the run again: it continues from its last checkpoint."
             )
         self.num_learner_restarts += 1
         if self.config.cluster.placement == "colocated":
@@ -195,7 +197,8 @@ class Cluster:
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Put groups from a checkpoint back into the object store. The time that they took is not known any more."""
+        """Put groups from a checkpoint back into the object store. The seconds that they took are not stored in a
+        checkpoint."""
         import ray
 
         return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
@@ -213,6 +216,19 @@ class Cluster:
             )
         except ObjectsLostError as error:
             raise LearnersLostError(str(error)) from None
+
+
+def num_held_gpus(config: Config, *, with_servers: bool = True) -> int:
+    """Return the number of GPUs that the run's actors hold; 0 on a CPU."""
+    bundles = bundles_of(config, with_servers=with_servers, with_learners=True)
+    return num_gpus_of(bundles) if uses_gpus(config, bundles) else 0
+
+
+def num_alive_nodes() -> int:
+    """Return the number of nodes of the Ray cluster that are alive."""
+    import ray
+
+    return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 @asynccontextmanager
@@ -428,8 +444,8 @@ async def _keep_weights(server: VllmServerHandle) -> None:
 
 
 async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
-    """Wait until the server is gone for good, and raise ProcessDiedError. A busy server, or one being replaced, is not
-    gone."""
+    """Wait until the server is gone for good, and raise ProcessDiedError. A busy server, or a server that is being
+    replaced, is not gone."""
     while True:
         await asyncio.sleep(every_s)
         try:

@@ -83,7 +83,7 @@ async def evaluate(
         # In a synchronous run a wave starts together, so that the same weights give the same numbers.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
-        # If one prompt fails, none of the others may still be on the servers when the run goes on.
+        # If a prompt fails, no other prompt may still be on the servers when the run continues.
         found = await side_by_side(map(partial(_evaluate_prompt, cluster, version, watchdog), wave, cohorts))
         made = [group for group in found if group is not None]
         summaries += [group.summary for group in made]
@@ -115,7 +115,7 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    """Return the samples of one prompt; None if it fails within a run, whose step must go on."""
+    """Return the samples of one prompt; None if the prompt fails within a run, whose step must continue."""
     try:
         summary, ref = await generate(
             cluster,

@@ -2,10 +2,9 @@
 
     feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
 
-`feed` is a task of the driver that runs beside its steps. `generate` takes one group, of training or evaluation, from
-its start to its end, and issues it again when its process is lost. A group that fails although every process works (a
-prompt that its task can't write, a plug-in's error) is dropped; a configuration error that affects every group ends the
-run.
+`feed` is a task of the driver that runs beside its steps. `generate` runs one group, of training or evaluation, from
+start to end, and issues it again when its process is lost. A group that fails although every process works (its prompt
+can't be rendered, a plug-in raised an error) is dropped; a configuration error that affects every group ends the run.
 
 feeding, evaluation --> generate --> Router.placed --> rollout-worker-i --> summary
                            ^                                  | lost with a process
@@ -43,7 +42,8 @@ from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 
 T = TypeVar("T")
 MAX_ISSUES = 10
-"""Most times that one group is issued: processes may be lost a few times, but not always with the same group."""
+"""Maximum number of times that a group is issued: if processes are lost with the same group again and again, the group
+may be the cause."""
 LOST_GROUP = (
     ProcessDiedError,
     EngineDeadError,
@@ -118,7 +118,7 @@ async def feed(run: Training) -> None:
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
-            # Only a synchronous run starts groups together; in others a group must not wait for a cohort.
+            # Only a synchronous run starts groups together; in an asynchronous run a group must not wait for a cohort.
             size = min(at_once, len(ids)) if run.cluster.is_synchronous else 1
             for first in range(0, len(ids), size):
                 together = ids[first : first + size]
@@ -162,7 +162,7 @@ async def _generate(run: Training, request: GroupRequest) -> None:
             reissue=reissue,
         )
     except GroupFailedError as error:
-        run.tracker.note(f"{error} The step takes another one.")
+        run.tracker.note(f"{error} The step takes another group.")
         run.failures.lost_group(run.cluster.config, str(error))
         await run.store.drop(group_id, GROUP_FAILED)
         return

@@ -87,18 +87,19 @@ def _term(summary: GroupSummary, metric: str) -> FloatArray:
     if values is None or np.isnan(values[scored]).any():
         raise TrainingAbortedError(
             f"algorithm.dynamic_sampling.metric is {metric!r}, but rewards of {summary.task} have the terms "
-            f"{', '.join(sorted(terms)) or 'none'}. Name one of them, or leave it empty to compare rewards."
+            f"{', '.join(sorted(terms)) or 'none'}. Set it to one of these terms, or leave it empty to compare rewards."
         )
     return np.nan_to_num(values)
 
 
 WINDOW_STEPS = 10
 MOST_LOST_GROUPS = 10
-"""Most groups that may fail as a whole between two steps; the groups of a step, if those are more."""
+"""Maximum number of groups that may fail as a whole between two steps, or the number of groups of a step, if it is
+larger."""
 GROUP_FAILED = "group_failed"
 
 
-class _Step(NamedTuple):
+class _StepCounts(NamedTuple):
     """Counts of one step."""
 
     num_groups: int
@@ -118,7 +119,7 @@ class FailureBudget:
 
     def __init__(self, max_ratio: float) -> None:
         self._max_ratio = max_ratio
-        self._window: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._window: deque[_StepCounts] = deque(maxlen=WINDOW_STEPS)
         self._lost: list[int] = []
         """Number of trajectories of each group that failed as a whole since the last step."""
 
@@ -131,7 +132,7 @@ class FailureBudget:
         groups = [summary.failure_kinds for summary in summaries] + [(GROUP_FAILED,) * size for size in self._lost]
         self._lost = []
         self._window.append(
-            _Step(
+            _StepCounts(
                 num_groups=len(groups),
                 num_failing=sum(any(kinds) for kinds in groups),
                 num_trajectories=sum(map(len, groups)),
@@ -146,7 +147,7 @@ class FailureBudget:
                 f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons that "
                 f"are not the policy's ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. Nothing "
                 "was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column reward_detail); "
-                "the run goes on from its last checkpoint."
+                "the run continues from its last checkpoint."
             )
 
     def lost_group(self, config: Config, reason: str) -> None:
@@ -158,8 +159,8 @@ class FailureBudget:
         self._lost.append(config.rollout.group_size)
         if len(self._lost) > max(MOST_LOST_GROUPS, config.train.groups_per_step):
             raise TrainingAbortedError(
-                f"{len(self._lost)} groups failed since the last step. The last reason: {reason} Mend it, then start "
-                "the same command again: the run goes on from its last checkpoint."
+                f"{len(self._lost)} groups failed since the last step. The last reason: {reason} Correct the cause, "
+                "then start the same command again: the run continues from its last checkpoint."
             )
 
     @property

@@ -20,11 +20,13 @@ from dataclasses import asdict
 from functools import partial
 
 from rayapp.config.config import Config
+from rayapp.config.keys import LACKS_BASELINE
 from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError, StopTraining
 from rayapp.core.logs import about, start_logs, tracebacks_in
 from rayapp.core.machine import trim_heap
 from rayapp.core.timing import Phases
+from rayapp.driver.budget import within_budget
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
@@ -73,14 +75,15 @@ async def _train_step(
     if late := sum(kind == "deadline" for summary in everything for kind in summary.failure_kinds):
         run.tracker.note(
             f"step {step}: {late} trajectories were dropped as they took longer than rollout.group_deadline_s = "
-            f"{run.cluster.config.group_deadline_s:g}. The longest are missing, which biases training: raise it."
+            f"{run.cluster.config.group_deadline_s:g}. The longest trajectories are missing, which biases training. "
+            "Raise rollout.group_deadline_s."
         )
     run.failures.record(everything)
     learned = await _learn(run, step, groups, phases)
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
-        run.curriculum.end_step()  # before the slots are free: the next groups are drawn by its results
+        run.curriculum.end_step()  # before the slots are free: its draws of the next groups use these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -175,25 +178,31 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
     """
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=True)
+    if config.lacks_baseline:
+        log.warning(LACKS_BASELINE)
     with RunFolder.open(config) as folder:
         if folder.is_finished:
             print(
-                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. "
-                "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
-                "run.name."
+                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. To "
+                "train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "another run.name."
             )
             return
         # Enclose the connection: when it ends, Ray logs the unread errors of lost groups.
         with tracebacks_in(folder.path / "faults.log", log.warning), one_connection():
+            warmup_cost = 0.0
             if config.warmup.num_steps:
-                config = warm_up(config)
-            run_until_done(_run(config, folder, on_step))
+                config, warmup_cost = warm_up(config)
+            run_until_done(_run(config, folder, warmup_cost, on_step))
 
 
-async def _run(config: Config, folder: RunFolder, on_step: OnStep | None = None) -> None:
+async def _run(config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None = None) -> None:
     with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
-        async with open_cluster(config, report=tracker.note) as cluster:
+        async with (
+            open_cluster(config, report=tracker.note) as cluster,
+            within_budget(config, folder, tracker, cluster.pool.stats, warmup=warmup_cost),
+        ):
             tracker.add("ray metrics", cluster.metrics_tracker())
             step = await train_through_losses(config, cluster, folder, tracker, on_step)
             tracker.phase("exporting")
@@ -223,7 +232,7 @@ async def train_through_losses(
 async def train(
     config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker, on_step: OnStep | None = None
 ) -> int:
-    """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`.
+    """Train from the last complete checkpoint, or from the start model, to `config.train.num_steps`.
 
     Returns:
         The last step: `num_steps`, or the step at which `on_step` raised StopTraining.

@@ -82,7 +82,7 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
     steps = [int(file.stem.removeprefix("step=")) for file in files]
     if steps != list(range(1, len(files) + 1)):
         missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
-        raise InputError(f"{folder} lacks the steps {missing[:10]}: weights can only be repeated from step 1 on.")
+        raise InputError(f"{folder} lacks the steps {missing[:10]}: a replay needs every step from step 1 on.")
     return files
 
 
@@ -137,11 +137,11 @@ async def _run(
 
 
 def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str]:
-    """Yield lines that say how many metrics the replay repeated."""
+    """Yield lines with the number of metrics that the replay repeated."""
     if not num_compared:
         yield "replayed; the run recorded no metrics to compare with"
     elif not found:
-        yield f"replayed: all {num_compared} metrics are the recorded ones to the last bit"
+        yield f"replayed: all {num_compared} metrics equal the recorded ones to the last bit"
     else:
         yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones, first:"
         for d in found[:5]:

@@ -57,15 +57,14 @@ class BestMetric:
         near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
         raise ConfigError(
-            f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
-            f"would keep nothing.{meant}"
+            f"checkpoint.best_metric is {self._name!r}, which is no metric of this run, so checkpoint.keep_best would "
+            f"keep no checkpoint.{meant}"
         )
 
 
 def _tells(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a step with these metrics would have the metric if its name were right.
-
-    A step without an evaluation lacks its metrics, and a step that computed nothing lacks many of the learner's.
+    """Return whether a step with these metrics must have the metric if the name is right. A step without an evaluation
+    lacks metrics of evaluations, and a step that computed nothing lacks many metrics of the learner.
     """
     if name.startswith(EVAL):
         return any(other.startswith(EVAL) for other in metrics)
@@ -98,7 +97,8 @@ class Training:
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
-    """Open a run at its last whole checkpoint. The learners then hold its weights; the servers don't yet."""
+    """Open a run at its last complete checkpoint. The learners then hold the checkpoint's weights; the servers don't
+    yet."""
     config = cluster.config
     version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
@@ -152,12 +152,12 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
 async def restore(
     learners: LearnerGroup, folder: RunFolder, *, note: Callable[[str], None]
 ) -> tuple[int, int, KeptGroups]:
-    """Load the last whole checkpoint into the learners, or an earlier one if its weights are not finite.
+    """Load the last complete checkpoint into the learners, or an earlier checkpoint if the weights are not finite.
 
     Returns:
         Its version, the next group id, and the groups it kept; (0, 0, nothing) without a checkpoint.
     Raises:
-        CheckpointError: the checkpoint is of another model, or its step is not the one that its name says.
+        CheckpointError: the checkpoint is of another model, or holds another step than its name says.
         RunFolderError: there are checkpoints, but none of them can be used.
     """
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
@@ -167,7 +167,9 @@ async def restore(
             folder.checkpoints.refuse(checkpoint.path, str(error))
             continue
         if version != checkpoint.version:
-            raise CheckpointError(f"{checkpoint.path} holds the weights of step {version}: delete it, or its run.")
+            raise CheckpointError(
+                f"{checkpoint.path} holds the weights of step {version}: delete this checkpoint, or its run."
+            )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)
         note(f"resumed from step {version} ({checkpoint.path})")

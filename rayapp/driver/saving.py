@@ -130,10 +130,10 @@ class CheckpointSaver:
             raise
 
     async def finish(self) -> None:
-        """Wait until nothing is being written. Raises as `begin` does."""
+        """Wait until no checkpoint is being written. Raises as `begin` does."""
         if self._writing is None:
             return
-        # If the caller is cancelled here, the save goes on: `finish` is called again, or `close` gives it up.
+        # If the caller is cancelled, the save continues: `finish` is called again, or `close` abandons it.
         await asyncio.wait([self._writing])
         writing, self._writing = self._writing, None
         await writing
@@ -146,7 +146,7 @@ class CheckpointSaver:
         return {"timing_s/checkpoint_write": self._seconds}
 
     async def close(self) -> None:
-        """Give up a checkpoint that is being written; its folder is never used. Idempotent."""
+        """Abandon a checkpoint that is being written; its folder is never used. Idempotent."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -172,8 +172,11 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """When a user stops the run in the block, acknowledge it, then report what is saved and how to go on."""
-    when_stopped(lambda: note("stopping: a step that has begun is ended and saved first; Ctrl-C again stops at once"))
+    """When a user stops the run in the block, print a note at once, and then which steps are saved and how to
+    continue."""
+    when_stopped(
+        lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")
+    )
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -190,9 +193,9 @@ async def saving_when_stopped(
 ) -> AsyncIterator[None]:
     """Save the steps since the last checkpoint when the run is stopped in the block.
 
-    A user (Ctrl-C, SIGTERM, `ray job stop`), a stall, or a process that was lost too often can stop it. In the middle
-    of a step nothing can be saved, and the run resumes from its last checkpoint. After a TrainingAbortedError only the
-    save in progress is finished.
+    A user (Ctrl-C, SIGTERM, `ray job stop`), a spent budget, a stall, or a process that was lost too often can stop it.
+    In the middle of a step nothing can be saved, and the run resumes from its last checkpoint. After a
+    TrainingAbortedError only the save in progress is finished.
 
     Args:
         begin: begins to save the store's version.
@@ -223,7 +226,9 @@ async def _save_at_the_end(saver: CheckpointSaver, folder: RunFolder, store: Ver
         if store.version <= (last.version if last is not None else 0):
             return
         if not saver.can_save(store.version):
-            log.warning("stopped in the middle of step %d: the run goes on from its last checkpoint", store.version + 1)
+            log.warning(
+                "stopped in the middle of step %d: the run continues from its last checkpoint", store.version + 1
+            )
             return
         await begin(store.version)
         await saver.finish()
@@ -247,14 +252,14 @@ async def _in_time() -> AsyncIterator[None]:
         async with limit:
             yield
     except LearnersLostError as error:
-        # Raise another type: on a LearnersLostError the run would start new learners and go on.
+        # Raise another type: on a LearnersLostError the run would start new learners and continue.
         raise CheckpointError(f"the steps since the last checkpoint are not saved: {error}") from error
     except TimeoutError:
         if not limit.expired():
             raise
         raise CheckpointError(
-            f"the steps since the last checkpoint are not saved: they were not written within {SAVE_S:g} s. Does the "
-            "disk of the run folder answer? Start the run again: it goes on from its last checkpoint."
+            f"the steps since the last checkpoint are not saved: they were not written within {SAVE_S:g} s. Check the "
+            "disk of the run folder, then start the run again: it continues from its last checkpoint."
         ) from None
     finally:
         if not limit.expired():

@@ -2,9 +2,9 @@
 
     demonstrations --rows of step n--> learners.supervised_step --> metrics, a checkpoint when one is due --> final/
 
-It is a run of its own, `<output_dir>/<run.name>-sft`, with its own metrics, checkpoints and plots, and is resumed like
-any other run. The training then starts from its `final/` as from any model: reference model, adapters and servers load
-it, and the optimizer is new.
+The supervised steps are a run of their own, `<output_dir>/<run.name>-sft`, with metrics, checkpoints and plots, which
+is resumed like any other run. The training then starts from its `final/` as from any model: reference model, adapters
+and servers load it, and the optimizer is new.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayapp.config.agent import DataSection
-from rayapp.config.config import Config, all_tasks, with_values
+from rayapp.config.config import Config, with_values
+from rayapp.config.keys import all_tasks
 from rayapp.config.sections import RolloutSection, TrainSection
 from rayapp.core.aio import finish_then_cancel, run_until_done
 from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
@@ -24,6 +25,7 @@ from rayapp.core.files import Location
 from rayapp.core.logs import about, start_logs
 from rayapp.core.timing import Phases
 from rayapp.core.types import Trajectory
+from rayapp.driver.budget import read_costs, within_budget
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
 from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.run import restore
@@ -46,7 +48,9 @@ def run_sft(config: Config) -> None:
             ended.
     """
     if not config.warmup.num_steps:
-        raise ConfigError("warmup.num_steps is 0, so there is nothing to do: set it, and warmup.files (docs/sft.md)")
+        raise ConfigError(
+            "warmup.num_steps is 0, so there is nothing to do: set warmup.num_steps and warmup.files (docs/sft.md)"
+        )
     start_logs(config.run.name, config.tracking.log_format)
     check_model(with_local_model(config))
     if config.eval.before_training:
@@ -55,11 +59,11 @@ def run_sft(config: Config) -> None:
         warm_up(config)
 
 
-def warm_up(config: Config) -> Config:
+def warm_up(config: Config) -> tuple[Config, float]:
     """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
 
     Returns:
-        The config of the training that follows, with the trained model.
+        The config of the training that follows, with the trained model; and what the supervised steps cost.
     Raises:
         InputError: a row can't be used.
         RunFolderError: the folder belongs to another run.
@@ -72,7 +76,8 @@ def warm_up(config: Config) -> Config:
             print(f"{folder.uri} has its {section.train.num_steps} steps on demonstrations", flush=True)
         else:
             run_until_done(_run(config, section, folder))
-    return after_warmup(config)
+        cost = sum(read_costs(folder.path).values())
+    return after_warmup(config), cost
 
 
 def sft_config(config: Config) -> Config:
@@ -88,6 +93,7 @@ def sft_config(config: Config) -> Config:
         agent=config.agent,
         rollout=RolloutSection(**limits),
         train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),
+        budget=config.budget,
         warmup=config.warmup,
         learner=learner,
         checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
@@ -115,7 +121,7 @@ def after_warmup(config: Config) -> Config:
 
 
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """Return the rows of step `step`, counted from 1: a pure function, so that a resumed run takes the next rows.
+    """Return the rows of step `step`, counted from 1. It is a pure function, so that a resumed run takes the next rows.
 
     Each epoch takes every row once, in its own order; a step may span two epochs.
     """
@@ -162,7 +168,7 @@ class _Learning:
             with phases("eval"):
                 metrics |= await self.validation()
         every = self.config.checkpoint.every_steps
-        # No checkpoint at the end: the model is in final/ then, and the run is complete.
+        # No checkpoint at the end, because the run is then complete and the model is in final/.
         if every and step % every == 0 and step < last:
             with phases("checkpoint"):
                 await self.begin_checkpoint(step)
@@ -213,19 +219,26 @@ def _what_is_learned(config: Config, found: Demonstrations) -> str:
 
 
 async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunTracker, rows: _Rows) -> None:
-    """Call `_learn`; when learners are lost, start new ones and go on from the last checkpoint."""
+    """Call `_learn`; when learners are lost, start new learners and continue from the last checkpoint."""
     for restart in range(config.recovery.max_restarts + 1):
         try:
-            async with open_learners(config, report=tracker.note) as learners:
+            async with (
+                open_learners(config, report=tracker.note) as learners,
+                within_budget(config, folder, tracker, _no_sandboxes, with_servers=False),
+            ):
                 await _learn(config, folder, tracker, learners, rows)
                 return
         except LearnersLostError as error:
             if restart == config.recovery.max_restarts:
                 raise RestartsUsedUpError(
                     f"the learners were lost {restart + 1} times, and recovery.max_restarts is {restart}. Last reason: "
-                    f"{error} Start the run again: it goes on from its last checkpoint."
+                    f"{error} Start the run again: it continues from its last checkpoint."
                 ) from None
             tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+
+
+async def _no_sandboxes() -> dict[str, float]:
+    return {}
 
 
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:

@@ -4,9 +4,9 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-It holds at most `(max_staleness + 1) * groups_per_step` untrained groups. Only `release` frees slots, and the driver
-calls it after the new weights have reached every server: a slot freed earlier would let a prompt start on weights about
-to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
+The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups. Only `release` frees slots, and the
+driver calls it after the new weights have reached every server: if a slot were free earlier, a prompt would start on
+weights that are about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
 `max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored references are opaque.
 """
 
@@ -34,7 +34,7 @@ class StoredGroup(Generic[RefT]):
     ref: RefT
     """Reference to the `Group` in the object store; the driver never resolves it."""
     ready_at_s: float = field(default_factory=time.monotonic)
-    """Time when it finished, on the monotonic clock."""
+    """Time when the group finished, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,12 @@ class TrajectoryStore(Generic[RefT]):
         self._num_issued = len(waiting)
         self._admitted: set[int] = set()
         self._admitted_for: dict[int, int] = _oldest_versions(waiting)
-        """Version that each group in generation, or ready, was admitted for: the oldest that can have sampled it."""
+        """Version for which each group that is in generation or ready was admitted: the oldest version that can have
+        sampled it."""
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
         self._never_again = frozenset((*self._ready, *done_ahead))
-        """Ids that a checkpoint has kept, or counted as done."""
+        """Ids of groups that a checkpoint kept, or counted as done; they are not issued again."""
         self._overtaken: Counter[int] = Counter()
         """Number of groups with higher ids that were taken since each group in generation was admitted."""
         self._training: set[int] = set()
@@ -114,7 +115,7 @@ class TrajectoryStore(Generic[RefT]):
         return self._version
 
     async def reserve(self) -> tuple[list[int], int]:
-        """Wait for a free slot, then take all free ones, for groups that start together on the same weights.
+        """Wait for a free slot, then take all free slots, for groups that start together on the same weights.
 
         Returns:
             Ids of the groups, and the policy version that must generate them.
@@ -140,8 +141,8 @@ class TrajectoryStore(Generic[RefT]):
 
     def _num_free(self) -> int:
         if self._max_staleness == 0 and self._admitted:
-            # Synchronous runs repeat to the last bit: replacements of dropped groups start together, once all groups
-            # are done, and not one by one in the order of the drops.
+            # Replacements of dropped groups start together, once all groups are done, and not one by one in the order
+            # of the drops, so that synchronous runs repeat to the last bit.
             return 0
         in_store = len(self._admitted) + len(self._ready) + len(self._training)
         still_wanted = self._num_groups - self._num_trained - in_store
@@ -194,10 +195,12 @@ class TrajectoryStore(Generic[RefT]):
             self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """Return the next `num_groups` groups, oldest first, once that many are ready and none must be waited for.
+        """Return the next `num_groups` groups, oldest first, once that many are ready and no earlier group must be
+        waited for.
 
         Groups are taken in the order of ids, not of arrival: a step's groups must not depend on which server was
-        faster. Up to `straggler_window` groups pass one that is still being generated, unless it could grow too stale.
+        faster. Up to `straggler_window` groups may be taken before a group that is still being generated, unless that
+        group could grow too stale.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
@@ -214,7 +217,8 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Return the ids of the next step, or None while it has to wait. Called after each group that finishes."""
+        """Return the ids of the next step's groups; None while the step has to wait. Called after each group that
+        finishes."""
         if len(self._ready) < num_groups:
             return None
         ids = sorted(self._ready)[:num_groups]
@@ -264,8 +268,8 @@ class TrajectoryStore(Generic[RefT]):
     def next_untrained_id(self) -> int:
         """Return the first id that a resumed run hands out: groups in flight now are generated again.
 
-        In a synchronous run so are groups dropped since the last release: their replacements must start together with
-        the same groups as before.
+        In a synchronous run, groups dropped since the last release are generated again, too: their replacements must
+            start together with the same groups as before.
         """
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
         # Kept groups can be ahead of ids that have not been handed out again yet.
@@ -304,10 +308,10 @@ def _num_above(group_id: int, ids: Sequence[int]) -> int:
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
-    """Return by id the oldest version that each kept group can have been admitted for.
+    """Return the oldest version that each kept group can have been admitted for, by id.
 
-    Groups are admitted in the order of their ids, so a group was admitted for no newer version than any later group was
-    sampled by. Its own version may be newer, if it was issued again.
+    Groups are admitted in the order of their ids, so the version for which a group was admitted is at most the version
+    that sampled any later group. The version that sampled the group itself may be newer, if it was issued again.
     """
     versions: dict[int, int] = {}
     for group in sorted(waiting, key=lambda stored: stored.summary.group_id, reverse=True):

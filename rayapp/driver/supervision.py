@@ -1,14 +1,14 @@
 """Supervises the processes of a run: restarts those that are gone or hang, and makes them ready before they are used.
 
 One `Supervisor` per run, in the driver. Its members are processes behind a protocol that is independent of Ray:
-`actors.members` has the real ones, tests have scripted ones. Learners are not members: when one dies, the step of all
-is lost, and the driver starts them all again from the last checkpoint.
+`actors.starting` has the real ones, tests have scripted ones. Learners are not members: when a learner dies, the step
+of all learners is lost, and the driver starts all of them again from the last checkpoint.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up
                          '--restarts used up--> RestartsUsedUpError ends the run
 
-Pings check processes that are up. A process that is being started has its own deadline, `revive_timeout_s`: on a busy
-machine a new process answers late, and with the ping's deadline it would be killed again and again.
+Pings check processes that are up. A process that is being started has a longer deadline, `revive_timeout_s`, because on
+a busy machine a new process answers late, and with the ping's deadline it would be killed again and again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BIRTH_POLL_S = 0.1
 
 
 class Watched(Protocol):
-    """A process that can be replaced while the others go on. Every method raises RayappError on failure."""
+    """A process that can be replaced while the others continue. Every method raises RayappError on failure."""
 
     @property
     def name(self) -> str: ...
@@ -73,7 +73,7 @@ class Supervisor:
         members: processes to watch, all of them up.
         revive_timeout_s: deadline of a process that is being started.
         report: gets a line for each process that is lost or restarted.
-        may_start: returns when there is room for the member of this name; the wait does not count for the deadline.
+        may_start: returns when the GPU has room for the member of this name; the deadline does not include this wait.
     """
 
     def __init__(
@@ -150,16 +150,15 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Await work on a member, which goes on if the caller is cancelled.
-
-        A half-replaced member would be lost a second time, or be taken for up."""
+        """Await work on a member; the work continues if the caller is cancelled. Otherwise a half-replaced member would
+        be lost a second time, or count as up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
         await asyncio.shield(task)
 
     async def _check(self, name: str) -> None:
-        # One check at a time for each member: a second caller finds it replaced.
+        # Each member has one check at a time: a second caller waits, and finds the member replaced.
         async with self._locks[name]:
             reason, must_kill = await self._why_down(self._members[name])
             if reason:
@@ -200,7 +199,7 @@ class Supervisor:
                     await self._revive(member)
                 break
             except RayappError as error:
-                # Check the process itself: the error may be about another process that this one needs.
+                # Check the process itself, because the error may be about another process that it calls.
                 reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
                 reason, must_kill = f"it was not ready again within {self._revive_timeout_s:g} s.", True
@@ -230,7 +229,7 @@ class Supervisor:
             raise RestartsUsedUpError(
                 f"{name} was lost {self.restarts[name] + 1} times, and recovery.max_restarts is "
                 f"{self._recovery.max_restarts}. Last reason: {reason} Find out why in Ray's logs of {name} "
-                "(dashboard, Actors), then start the run again: it goes on from its last checkpoint."
+                "(dashboard, Actors), then start the run again: it continues from its last checkpoint."
             )
         self.restarts[name] += 1
 

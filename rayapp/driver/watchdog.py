@@ -19,7 +19,7 @@ from rayapp.core.aio import end_process_after, let_process_live
 from rayapp.core.errors import StalledError, one_error
 
 MAX_SHOWN = 20
-"""Most waits that a report lists, longest first."""
+"""Maximum number of waits that a report lists, longest first."""
 DUMP_S = 120.0
 """Deadline for writing the stacks, in case the disk hangs."""
 LEAVE_S = 1200.0
@@ -73,7 +73,8 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
-        """Context manager in which `role` waits for `what`; leaving it without an error is progress."""
+        """Context manager in which `role` waits for `what`; if the block ends without an error, this is recorded as
+        progress."""
         wait = _Wait(role, what, self._clock())
         self._waits[id(wait)] = wait
         try:
@@ -115,18 +116,18 @@ class Watchdog:
     async def _stop(self, stalled_s: float) -> None:
         self._has_stalled = True
         end_process_after(self._leave_s)
-        what = f"nothing was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g})."
+        what = f"no group or phase was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g})."
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
             f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "
-            "recovery.stall_stop_s; else start the run again: it goes on from its last checkpoint."
+            "recovery.stall_stop_s; else start the run again: it continues from its last checkpoint."
         )
 
     async def _dumped(self) -> str:
         try:
             async with asyncio.timeout(DUMP_S):
                 return f"The stacks of all processes are in {await self._dump_stacks()}."
-        except Exception as error:  # boundary: dumping may hang on the same thing
+        except Exception as error:  # boundary: writing the stacks may hang for the same reason
             return f"The stacks could not be written ({type(error).__name__}: {error})."
 
     def describe(self) -> str:

@@ -4,9 +4,10 @@
 
 `ConcurrencyLimit` finds the number of concurrent requests at run time. Too few leave the device idle; too many overfill
 the KV cache, and vLLM preempts sequences, which it computes again later. The limit doubles until the first preemption,
-then grows slowly, and backs off at preemptions. That takes as long as several completions, minutes on a GPU, so there
-the limit is `server.max_num_seqs` (`limit_of`), and preemption is left to vLLM. `Gate` admits requests within the
-limit, the oldest group first, as a step waits for it. Used by `VllmEngine`; pure asyncio, without Ray or vLLM.
+then grows slowly, and is lowered at preemptions. Finding it takes as long as several completions, minutes on a GPU, so
+on GPUs the limit is `server.max_num_seqs` (`limit_of`), and vLLM handles preemption alone. `Gate` admits requests
+within the limit, the oldest group first, as a step waits for it. Used by `VllmEngine`; pure asyncio, without Ray or
+vLLM.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Cohorts:
 
 
 HOLD_ABOVE = 0.95
-"""Share of the KV cache in use above which no request starts, as running sequences still grow."""
+"""Share of the KV cache in use above which no request starts, because running sequences still grow."""
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
 GROWTH_PER_ROUND = 4.0
@@ -120,11 +121,13 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Return whether one more request may start. It always may if none is in flight, or none would ever start."""
+        """Return whether one more request may start. Without requests in flight the answer is True, or no request would
+        ever start."""
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
-        """Raise the limit to the requests in flight, as a cohort starts whole. It stays until the cache overflows."""
+        """Raise the limit to the requests in flight, because a cohort starts whole. The raised limit stays until the
+        cache overflows."""
         self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
 
     def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
@@ -144,10 +147,8 @@ class ConcurrencyLimit:
             self._num_to_settle = in_flight
 
     def ended(self, *, is_wanted: bool) -> None:
-        """Count the end of a request, which may raise the limit.
-
-        Args:
-            is_wanted: other requests wait; only then is the limit worth raising.
+        """Count the end of a request, which may raise the limit. Args: is_wanted: True if other requests wait;
+        otherwise the limit is not raised.
         """
         self._num_to_settle = max(0, self._num_to_settle - 1)
         if is_wanted and self._num_to_settle == 0 and self._kv_used < GROW_BELOW:
@@ -162,7 +163,7 @@ def limit_of(max_num_seqs: int, *, on_gpu: bool) -> ConcurrencyLimit:
 
 
 class Gate:
-    """Lets requests into the engine as the limit allows; the others wait."""
+    """Lets requests into the engine up to the limit; further requests wait."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
@@ -193,7 +194,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Hold a place without waiting for it."""
+        """Count a request as in flight without waiting for the limit."""
         self._in_flight += 1
         self._limit.was_given(self._in_flight)
         try:
@@ -219,7 +220,7 @@ class Gate:
                 future.set_result(None)
 
     def scalars(self) -> dict[str, float]:
-        """Return the limit, how often it backed off, and the number of waiting requests."""
+        """Return the limit, how often it was lowered, and the number of waiting requests."""
         return {
             "concurrency_limit": float(self._limit.limit),
             "back_offs": float(self._limit.num_back_offs),

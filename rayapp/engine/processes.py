@@ -1,6 +1,6 @@
 """Makes the processes that vLLM starts import as little as the server does: 12 seconds of a core instead of 14.
 
-A spawned process unpickles its target before the target's arguments: so it imports this module first, then vLLM.
+A spawned process unpickles its target before the target's arguments, so it imports this module first, then vLLM.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 
@@ -42,6 +41,11 @@ def small_processes() -> Iterator[None]:
         yield
 
 
-def _trimmed(module: Any) -> Any:
+@contextmanager
+def _trimmed(module: Any) -> Iterator[None]:
     theirs = module.get_mp_context
-    return patch.object(module, "get_mp_context", lambda: _Context(theirs()))
+    module.get_mp_context = lambda: _Context(theirs())
+    try:
+        yield
+    finally:
+        module.get_mp_context = theirs

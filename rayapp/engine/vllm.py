@@ -2,15 +2,15 @@
 
 The vllm-server actor uses it, and tests and tools directly. Only this module and `vllm_*` use vLLM's names.
 
-Equal weights and seeds give equal completions, so that a resumed run repeats one that never stopped. For that the
-requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
+Equal weights and seeds give equal completions, so that a resumed run repeats a run that never stopped. For this purpose
+the requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
 queued, in the order of request ids. Equal seeds alone are not enough: on CPU, and wherever kernels choose their
 blocking by batch size, the last bits of a log-prob depend on which requests share a batch, and can flip a token.
 
 vLLM has two model runners. The second, used on GPUs, draws each request's noise from the request's own seed. The first
-would make a torch generator per seed: that costs as much as the model's forward on a CPU, and crashes vLLM 0.30 when a
-prompt is prefilled in parts (`CPU Generator does not use offset`). So there the cohort's first seed seeds one generator
-for all.
+runner would make a torch generator per seed, which costs as much as the model's forward on a CPU, and crashes vLLM 0.30
+when a prompt is prefilled in parts (`CPU Generator does not use offset`). So in the first runner the cohort's first
+seed seeds one generator for all requests.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
-from rayapp.engine.completions import TokenVersions, vllm_sampling_params, whole_completion
 from rayapp.engine.vllm_arguments import adapter_request, is_adapter, is_on_gpu, set_process_environment, vllm_args
-from rayapp.engine.vllm_output import EngineLoad, EngineOutput, way_out
+from rayapp.engine.vllm_output import (
+    EngineLoad,
+    EngineOutput,
+    TokenVersions,
+    vllm_sampling_params,
+    way_out,
+    whole_completion,
+)
 from rayapp.engine.weights.buckets import SharedWeights
 from rayapp.storage.models.fetch import with_local_model
 
@@ -67,19 +73,19 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
-        """Whether the runner draws each request's noise from the request's seed; see the module."""
+        """True if the runner draws each request's noise from the request's own seed (second runner)."""
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
         """LoRA adapter that samples all completions, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._updating: Carried | None = None
-        """Way by which the weights of an update arrive, from `begin_update` to `go_on`; stays set if the update breaks
-        off."""
+        """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
         self._num_held = 0
         """Number of tensors of the last update that were checked to be as the learner sent them."""
         self._changing = asyncio.Lock()
-        """Held either to start requests or to replace weights: starting a request would wake a frozen engine."""
+        """Lock held while requests start or weights are replaced, because starting a request would wake a frozen
+        engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
@@ -133,7 +139,7 @@ class VllmEngine:
             cohort_size: requests that start together with this one, itself included.
         Raises:
             EngineDeadError: the engine's process is gone.
-            EngineError: the engine refuses this request, or gave it up.
+            EngineError: the engine refuses this request, or ended it early.
         """
         request = Request(request_id, prompt_ids, replace(sampling, is_streamed=on_tokens is not None))
         with self.in_hand.one():
@@ -235,8 +241,7 @@ class VllmEngine:
     async def begin_update(self, carried: Carried = "group") -> None:
         """Freeze the requests in flight and prepare the workers for weights, until `finish_update`.
 
-        Args:
-            carried: through the group that the workers joined, or in shared memory.
+        Args: carried: transport of the weights: the group that the workers joined, or shared memory.
         Raises:
             WeightSyncError: a worker is not ready, or an earlier update never ended; the engine must be replaced.
         """
@@ -289,7 +294,8 @@ class VllmEngine:
     async def go_on(self) -> None:
         """End the update that `begin_update` began, and resume the requests.
 
-        The KV cache gets its memory back here, when all learners have stopped sending and freed theirs.
+        The KV cache gets its memory back at this point, because all learners have stopped sending and freed their
+        memory.
         """
         await self._transfer("go on", self._wake_kv_cache())
         if self._versions.num_open:
@@ -339,7 +345,7 @@ class VllmEngine:
     async def _wake_kv_cache(self) -> None:
         if self._is_asleep:
             await self._wake("kv_cache")
-            # Everything is awake now, and vLLM schedules again by itself.
+            # The engine is awake now, and vLLM schedules again without a further call.
             self._is_asleep = self._is_paused = False
 
     async def pause(self) -> None:
@@ -409,8 +415,8 @@ class VllmEngine:
         try:
             self._engine.shutdown()
         except psutil.NoSuchProcess:
-            # vLLM listed the children of a process that was just ending, and left its sockets open: garbage collection
-            # of their context would then hang.
+            # vLLM may list the children of a process that is just ending, and leave its sockets open: garbage
+            # collection of their context would then hang.
             self._engine.engine_core.resources()
             self._engine.shutdown()
 

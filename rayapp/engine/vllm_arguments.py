@@ -49,7 +49,7 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     Args:
         tensors: tensors by peft's names, with the scale multiplied in; copied, as their memory is freed later.
     Raises:
-        ValueError: vLLM has no place for some of the tensors, and would silently ignore them.
+        ValueError: the engine has no modules for some of the tensors, and would silently ignore them.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -81,7 +81,7 @@ def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: M
     lost = sorted(set(loras) - places)
     if lost:
         raise ValueError(
-            f"vLLM has no place for the adapters of {len(lost)} modules: {', '.join(lost[:3])}. Leave them out of "
+            f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. Leave them out of "
             "learner.lora.target_modules, or set learner.lora.send: merged."
         )
 
@@ -147,7 +147,7 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
         max_position_embeddings: model.max_position_embeddings.
 
     In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window`, unlike transformers and the
-    learner, which changes log-probs by 0.1 if the window is short.
+    learner. This difference changes log-probs by 0.1 if the window is short.
     """
     if max_position_embeddings is not None:
         architecture.get_text_config().max_position_embeddings = max_position_embeddings
@@ -163,7 +163,7 @@ def _transfer_args(config: Config) -> dict[str, Any]:
     from vllm.config.weight_transfer import WeightTransferConfig
 
     if transport == "ipc":
-        # vLLM must pickle handles of GPU memory. Only our own processes use this channel.
+        # vLLM must pickle handles of GPU memory. Only processes of this run use the channel.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 

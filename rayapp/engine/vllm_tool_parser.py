@@ -67,7 +67,9 @@ _PARSE_TIMEOUT_S = 1.0
 """Processor time for the calls of one turn, as wall-clock time runs out too early on a busy machine."""
 _EVENTS_PER_LOOK = 16
 """Function calls and returns between two readings of the clock, which is a system call."""
-_MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
+_MALFORMED = (
+    "the parser {name} can't read it: a call must be complete, valid JSON in the form that the system prompt shows"
+)
 
 
 class VllmToolParser:
@@ -154,7 +156,8 @@ def load_parser(
         others = [other for other in _known() if other != name and _fitting(other, tokenizer, tools, sample)]
         raise ConfigError(
             f"vLLM's tool parser {name!r} doesn't find a call that this model's chat template writes: "
-            f"{sample.texts[0][:300]!r}. Set agent.tool_parser to one that does: {', '.join(others) or 'vLLM has none'}"
+            f"{sample.texts[0][:300]!r}. Set agent.tool_parser to a parser that finds it: "
+            f"{', '.join(others) or 'vLLM has none'}"
         )
     return found
 
@@ -169,7 +172,7 @@ def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | No
             return found
     raise ConfigError(
         f"none of vLLM's tool parsers finds a call that this model's chat template writes: {sample.texts[0][:300]!r}. "
-        "Set agent.chat_template to one whose calls can be read, such as the shipped chatml_hermes."
+        "Set agent.chat_template to a template whose calls can be parsed, such as the shipped chatml_hermes."
     )
 
 

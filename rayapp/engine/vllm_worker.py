@@ -62,7 +62,8 @@ class WeightUpdateExtension:
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """Complete a load of new weights: pack and tie what vLLM does not, and compare with the learner's checksums.
+        """Complete a load of new weights: pack and tie weights that vLLM does not, and compare with the learner's
+        checksums.
 
         Returns:
             Number of tensors that were compared.

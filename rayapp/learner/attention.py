@@ -62,7 +62,7 @@ class VarlenLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """The layout of one forward pass: which tokens attend to which."""
+    """The layout of one forward pass: the tokens to which each token attends."""
 
     segments: tuple[Segment, ...]
     max_length: int
@@ -72,7 +72,7 @@ class AttentionLayout:
     varlen: VarlenLayout | None
     """On GPU; None on CPU."""
     tree: Callable[[], TreeMask] | None
-    """Makes the mask for layers that the varlen kernel can't compute, and keeps it. None on CPU."""
+    """Function that makes and caches the mask for layers that the varlen kernel can't compute. None on CPU."""
 
 
 def plan_attention(packing: Packing, device: torch.device) -> AttentionLayout:
@@ -123,11 +123,11 @@ def packed_attention(
         LearnerError: the model uses an attention option that packed attention lacks.
     """
     if plan is None:
-        raise LearnerError("its layers don't hand their attention what packing needs")
+        raise LearnerError("its layers don't pass their attention the arguments that packing needs")
     options = others | {"attention_mask": attention_mask, "dropout": dropout or None}
     options |= {"is_causal": is_causal if is_causal is False else None}
     if asked := sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS):
-        raise LearnerError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not do that")
+        raise LearnerError(f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does not support")
     window = sliding_window if sliding_window is not None and plan.max_length > sliding_window else None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rule = MaskRule(scale=scale, window=window, softcap=softcap)
@@ -264,7 +264,7 @@ def _forward_blocks(
             found, found_lse = masked_forward(*part, mask_of(block, positions, rule), rule)
         else:
             found, found_lse = _flash_forward(*part, 0.0, block.is_own, scale=rule.scale)
-        if rows.start == done:  # the block of the rows themselves, which comes first
+        if rows.start == done:  # first the block in which rows and columns are the same tokens
             out[:, :, rows], lse[:, :, rows], done = found, found_lse, rows.stop
         else:
             _merge(out[:, :, rows], lse[:, :, rows], found, found_lse)

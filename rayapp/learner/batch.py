@@ -43,7 +43,8 @@ class TrainItem:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads without shared prefixes: all but the last response token, only a target."""
+        """Tokens that the model reads without shared prefixes: all but the last response token, which is only a
+        target."""
         return sum(branch.size for branch in inputs_of(self))
 
 
@@ -67,7 +68,7 @@ class MicroBatch:
     """(B, T)"""
     routed_experts: NDArray[np.int16] | None = None
     """(N, layers, k) experts that the engine chose for each packed token; -1 for tokens without a recorded choice.
-    None: no token has one."""
+    None: no token has a recorded choice."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -115,7 +116,8 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
-    """Return the experts (sum of inputs, layers, k) of all items' concatenated inputs; None if none is recorded."""
+    """Return the experts (sum of inputs, layers, k) of all items' concatenated inputs; None if no experts are
+    recorded."""
     known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
     if not known:
         return None
@@ -167,7 +169,7 @@ def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
 
 
 def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
-    """Return the tokens of each branch that the model reads: all before the last one that is trained there."""
+    """Return the tokens of each branch that the model reads: all before the branch's last trained token."""
     tokens = item.trajectory.token_ids
     return [tokens[path[: responses[-1]]] for path, responses in trained_branches(item.trajectory)]
 
@@ -194,7 +196,8 @@ def _num_unique(item: TrainItem) -> int:
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
-    """Return for each item the tokens that it adds to its predecessor's micro-batch, and those that it needs alone."""
+    """Return for each item the number of tokens that it adds to its predecessor's micro-batch, and the number that it
+    needs in a micro-batch of its own."""
     costs: list[tuple[int, int]] = []
     previous, experts = None, None
     for item in ordered:
@@ -211,7 +214,8 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(
     first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
 ) -> int:
-    """Return how many leading tokens two rows share, where shared tokens need equal experts (`own` and `theirs`)."""
+    """Return the number of leading tokens that two rows share; shared tokens must also have equal experts (`own` and
+    `theirs`)."""
     common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
@@ -221,17 +225,19 @@ def _num_shared(
 
 def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
     if any(responses[0] == 0 for _, responses in trained_branches(item.trajectory)):
-        raise LearnerError("a trajectory starts with a response token: there is no prompt to predict it from")
+        raise LearnerError(
+            "a trajectory starts with a response token: it has no prompt from which to predict this token"
+        )
     if num_tokens > max_tokens:
         raise LearnerError(
             f"a trajectory of group position {item.group} has {num_tokens} tokens, but "
-            f"learner.max_tokens_per_microbatch (x learner.sequence_parallel) is {max_tokens}, and a trajectory is in "
-            "one micro-batch. Raise it."
+            f"learner.max_tokens_per_microbatch (x learner.sequence_parallel) is {max_tokens}, and a micro-batch must "
+            "hold a whole trajectory. Raise learner.max_tokens_per_microbatch."
         )
 
 
 def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
-    """Find the unique pairs (position, next token) and where each response token's pair is."""
+    """Return the unique pairs (position, next token), and the index of each response token's pair."""
     positions, targets = [], []
     packed = iter(packing.paths)
     for item in items:

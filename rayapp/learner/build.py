@@ -13,8 +13,7 @@ from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
-from rayapp.learner.optimizer import make_optimizer
-from rayapp.learner.policy import PolicyModel, load_policy
+from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -59,7 +58,9 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
         model = load_policy(with_local_model(config), ranks.mesh, trainable=False)
         found, wanted = model.vocabulary, policy.vocabulary
         if found < wanted:
-            raise InputError(f"its head has {found} tokens, and the policy's {wanted}: some would have no log-prob")
+            raise InputError(
+                f"its head has {found} tokens, and the policy's head {wanted}: some tokens would have no log-prob"
+            )
         model.num_tokens = wanted
     except InputError as error:
         raise InputError(f"distillation.teacher {config.model.path!r} can't be the {name}: {error}") from error
@@ -72,7 +73,7 @@ def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
     Micro-batches are limited by the number of shared tokens, but such layers need memory for all tokens."""
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
-    log.info("learner.share_prefixes is off: this model has layers that mix tokens by other means than attention")
+    log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
     return with_values(config, learner={"share_prefixes": False})
 
 

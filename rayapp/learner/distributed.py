@@ -69,11 +69,12 @@ class Ranks:
         return [gathered for gathered in values if gathered is not None]
 
     def gather_data(self, value: T) -> list[T]:
-        """Return one value for each sequence group, that of its first rank, on every rank. Collective."""
+        """Return one value for each sequence group, from its first rank, on every rank. Collective."""
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """Return the first rank's problem that is not empty, or "", so that all ranks act alike. Collective."""
+        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks act alike.
+        Collective."""
         return next(filter(None, self.gather(problem)), "")
 
 
@@ -87,7 +88,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    # When one rank fails, the others hang in a collective: they give up at the driver's own deadline.
+    # If a rank fails, the others wait in a collective until this timeout, which is the driver's own deadline.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
@@ -160,15 +161,15 @@ def learner_device(config: Config) -> torch.device:
         torch.cuda.set_device(0)
     except (RuntimeError, AssertionError) as error:
         raise LearnerError(
-            f"this learner needs a GPU, but torch {torch.__version__} can use none: "
-            f"{first_line(error)}. nvidia-smi shows the driver: CUDA 13 needs 580 or later. Was "
-            "the CPU build installed? Use `make venv DEVICE=gpu`, or cluster.device=cpu."
+            f"this learner needs a GPU, but torch {torch.__version__} can use none: {first_line(error)}. nvidia-smi "
+            "shows the driver: CUDA 13 needs 580 or later. If the CPU build of torch is installed, run `make venv "
+            "DEVICE=gpu`; or set cluster.device=cpu."
         ) from error
     return torch.device("cuda", 0)
 
 
 def _has_been_given_gpu(config: Config) -> bool:
-    """Return whether the config asks for a GPU or Ray reserved one, so that the CPU must not be used silently."""
+    """Return whether the config requires a GPU or Ray reserved a GPU, so that the CPU must not be used silently."""
     return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 

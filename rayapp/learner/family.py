@@ -8,8 +8,8 @@ options, noise in training mode) show as a difference, in unknown families too.
 `head_rule` reads how a model changes its logits after the output embedding: a scale, and a soft cap.
 
 `pin_positions` handles longrope, whose frequencies depend on the longest sequence of a forward. A short sequence packed
-beside a long one would get other positions than alone or in vLLM, which decides once, by `max_model_len`. So every
-forward sees one more token, at the last possible position.
+beside a long one would get other positions than alone, or than in vLLM, which chooses the frequencies once, by
+`max_model_len`. So every forward computes positions of one more token, at the last possible position.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.storage.models.families import FAMILIES
 
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
-"""Config names of logit scales: Granite divides its logits; Cohere and Falcon-H1 multiply theirs."""
+"""Config names of logit scales: Granite divides its logits; Cohere and Falcon-H1 multiply them."""
 
 
 class HeadRule(NamedTuple):
-    """Function from the output embedding's products to logits."""
+    """Function that turns the output embedding's products into logits."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -70,7 +70,7 @@ def head_rule(causal_lm: Any) -> HeadRule:
             factor *= 1.0 / value if key in _DIVISORS else value
     cap = getattr(text, "final_logit_softcapping", None)
     if cap is not None and factor != 1.0:
-        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: the learner does only one")
+        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: only one is supported")
     return HeadRule(factor=factor, softcap=cap)
 
 
@@ -93,7 +93,7 @@ def _with_last(
 
 
 MAX_DIFFERENCE = 1e-2
-"""Limit for float32 log-probs: correctly computed families differ by at most 2e-4, wrong ones by 0.65 or more."""
+"""Limit for float32 log-probs: correctly computed families differ by at most 2e-4, other families by 0.65 or more."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 _WINDOW = 5
@@ -102,7 +102,7 @@ _WINDOW = 5
 
 def read_architecture(config: Config) -> Any:
     """Return the transformers config at `model.path` with `model.max_position_embeddings`, and with dropout and jitter
-    set to 0, as they act in training mode.
+    set to 0, because both act in training mode.
 
     Raises:
         InputError: the config can't be read.
@@ -172,8 +172,8 @@ def _check_class(architecture: Any, config: Config) -> None:
         return
     raise InputError(
         f"model_type {architecture.model_type!r} can't be trained: transformers has no causal language model of it, "
-        f"only models that read more than text. Take a release of its language model "
-        f"({architecture.get_text_config().model_type}) alone."
+        "only models that read more than text. Use a release that has only its language model "
+        f"({architecture.get_text_config().model_type})."
     )
 
 
@@ -281,7 +281,8 @@ def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread. Two are no faster for a small model, and 20 times as slow where the cores are busy."""
+    """Compute on one thread. Two threads are no faster for a small model, and 20 times as slow if the cores are
+    busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -365,7 +366,7 @@ def small_config(text: Any) -> Any:
 
 
 def _num_layers(text: Any) -> int:
-    """Return the fewest layers that include one of each type."""
+    """Return the smallest number of layers that includes a layer of each type."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
     kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
     firsts = [layers.index(kind) for layers in kinds for kind in layers]

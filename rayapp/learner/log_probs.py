@@ -3,8 +3,8 @@
 Called by `PolicyModel` at the end of its forward. Logits in a dtype wider than the model's exist for at most
 `chunk_rows` positions at once: forward keeps logits in the model's dtype for as many positions as fit in the memory of
 one float32 chunk, and backward recomputes the rest. Both take the softmax in float32, a few rows at a time.
-Probabilities are never rounded to bfloat16: near 1 its steps are 1/256, which would lose the slope of a confident
-token, 1 - p.
+Probabilities are never rounded to bfloat16, whose values near 1 are 1/256 apart: the gradient of a confident token, 1 -
+p, would be lost.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherHead:
-    """Hidden states and output embedding of the teacher at the same M positions; its logits too are made in chunks."""
+    """Hidden states and output embedding of the teacher at the same M positions; the teacher's logits are computed in
+    chunks, too."""
 
     hidden: Tensor
     """(M, H')"""
@@ -80,7 +81,8 @@ class TeacherHead:
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-probs of the targets at the given temperature, and numbers of each position's distribution.
+    """Return the log-probs of the targets at the given temperature, and the entropy, sum of squares and teacher KL of
+    each position.
 
     Args:
         hidden: (M, H) hidden states after the final norm.

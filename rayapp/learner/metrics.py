@@ -100,7 +100,8 @@ class RowFacts:
 def step_metrics(
     micro: Sequence[MicroBatchFacts], rows: Mapping[int, RowFacts], table: StepTable, teaching: DistillationSection
 ) -> dict[str, float]:
-    """Return all metrics but the optimizer's and the timings. Keys are missing where nothing was computed."""
+    """Return all metrics except the optimizer's and the timings. A metric is missing if its values were not
+    computed."""
     computed = sum(fact.num_computed_tokens for fact in micro)
     inputs = sum(fact.num_input_tokens for fact in micro)
     num_trained = int(table.num_response_tokens[table.loss_rows].sum())
@@ -120,7 +121,8 @@ def step_metrics(
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Return the share of groups of several trained trajectories with equal rewards, which teach nothing; 0 if none."""
+    """Return the share of groups with equal rewards, which teach nothing, among groups with several trained
+    trajectories; 0 without such groups."""
     equal = [
         float(np.ptp(table.rewards[chosen]) == 0.0 and chosen.sum() > 1)
         for group in range(table.num_groups)

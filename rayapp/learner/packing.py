@@ -1,4 +1,4 @@
-"""Packs trajectories so that every token that several of them share is computed once. Pure numpy, no torch.
+"""Packs trajectories so that a token shared by several trajectories is computed once. Pure numpy, no torch.
 
 The trajectories of a group form a radix tree: the prompt at the root, a branch wherever two completions part. Its
 segments are laid out depth first, side by side with those of other groups:
@@ -25,7 +25,8 @@ from rayapp.core.types import Int32Array
 Int64Array = NDArray[np.int64]
 
 MIN_SAVED_TOKENS = 4
-"""Fewest tokens that a branch must save: its own attention calls cost about as much as a few tokens."""
+"""Minimum number of tokens that a branch must save, because its own attention calls cost about as much as a few
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Segment:
     start: int
     """First packed position."""
     end: int
-    """One past the last packed position; greater than `start`."""
+    """Packed position after the last token; greater than `start`."""
     subtree_end: int
     """Packed positions [end, subtree_end) continue this segment and see all of it."""
     parent: int
@@ -57,7 +58,7 @@ class Packing:
     segments: tuple[Segment, ...]
     """Depth first; together they cover [0, N) in order."""
     paths: tuple[Int64Array, ...]
-    """For each sequence, in the order given, the packed position of each of its tokens."""
+    """Packed positions of each sequence's tokens, in the order of the given sequences."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,8 +94,8 @@ class _PackingBuilder:
         self._size = 0
 
     def add_tree(self, members: list[int]) -> None:
-        # Sort, so that sequences with a common prefix are neighbours. A range of them shares as many tokens as the two
-        # neighbours in it that share the fewest.
+        # Sort, so that sequences with a common prefix are neighbours. A range of sequences shares as many tokens as
+        # those two neighbours in the range that share the fewest.
         order = sorted(members, key=lambda i: sort_key(self._sequences[i]))
         shared = [common_prefix(self._sequences[a], self._sequences[b]) for a, b in itertools.pairwise(order)]
         self._branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)

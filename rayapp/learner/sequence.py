@@ -1,8 +1,8 @@
 """Sequence parallelism (Ulysses): several ranks compute one micro-batch, each a range of its tokens.
 
 Ranks of a group get the same trajectories and make the same micro-batch of N tokens. Each computes everything but
-attention for its own n = N / size tokens. For attention an exchange gives every rank all N tokens of some heads; it
-computes these heads as a single rank would (prefixes shared, any layout), and a second exchange gives it back its own
+attention for its own n = N / size tokens. For attention an exchange gives every rank all N tokens of some heads. The
+rank computes these heads as a single rank would (prefixes shared, any layout), and a second exchange returns its own
 tokens of all heads. Log-probs are gathered at the end, so that all ranks of a group have the same loss.
 
     (n, all heads) --exchange--> (N, own heads) --attention--> (N, own heads) --exchange--> (n, all heads)
@@ -46,7 +46,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
-    """Attention layout over the ranks of a group: the `plan` that the model's forward passes on."""
+    """Attention layout over the ranks of a group, which the model's forward passes on as `plan`."""
 
     whole: AttentionLayout
     """Layout of all N tokens."""
@@ -77,8 +77,8 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
         )
     if mixers := {type(mixer).__name__ for mixer in mixers_of(causal_lm)}:
         raise InputError(
-            f"{where} layers that mix tokens outside of attention ({', '.join(sorted(mixers))}), and a rank has only "
-            "its own tokens there. Use 1."
+            f"{where} layers that mix tokens outside of attention ({', '.join(sorted(mixers))}), but outside of "
+            "attention a rank has only its own tokens. Use 1."
         )
 
 
@@ -185,7 +185,7 @@ def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTokens:
-    """This rank's part of a micro-batch, and the sizes of all ranks' parts."""
+    """Part of a micro-batch for this rank, and the sizes of all ranks' parts."""
 
     group: SequenceGroup
     packing: Packing
@@ -193,18 +193,17 @@ class OwnTokens:
     tokens: slice
     """Packed positions of this rank's tokens."""
     heads: slice
-    """This rank's part of the micro-batch's `head_positions`."""
+    """Part of the micro-batch's `head_positions` for this rank."""
     pairs: slice
-    """This rank's part of the micro-batch's pairs."""
+    """Part of the micro-batch's pairs for this rank."""
     num_heads: tuple[int, ...]
     """Number of head positions by rank."""
     num_pairs: tuple[int, ...]
     """Number of pairs by rank."""
 
     def head_positions(self, batch: MicroBatch) -> NDArray[np.int64]:
-        """Return the positions among this rank's tokens that predict a response token.
-
-        Without any, position 0 is computed and ignored: FSDP's reduction waits for the head's gradient of every rank.
+        """Return the positions among this rank's tokens that predict a response token. Without such positions, position
+        0 is computed and ignored, because FSDP's reduction waits for the head's gradient of every rank.
         """
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)

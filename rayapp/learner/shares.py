@@ -1,7 +1,7 @@
 """Assigns a step's trajectories to ranks, with about as many tokens for each rank in every mini-batch.
 
-Ranks wait for each other at every optimizer step, so each mini-batch is balanced by itself. The driver calls it, so it
-does without torch; `PolicyLearner` gets the result.
+Ranks wait for each other at every optimizer step, so each mini-batch is balanced by itself. The driver calls this
+module, so it does not import torch; `PolicyLearner` gets the result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayapp.config.algorithm import ADV_ESTIMATORS, BATCH_COUPLED_LOSSES, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import ADV_ESTIMATORS, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.config import Config
 from rayapp.core.types import GroupSummary
 
@@ -75,8 +75,9 @@ def pulls_at_zero_advantage(config: Config) -> bool:
         algorithm.kl_loss_coef > 0
         or bool(config.distillation.teacher)
         or algorithm.entropy_coef > 0
-        or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
-        or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in may have any terms
+        or algorithm.is_batch_coupled
+        or algorithm.policy_loss == "dro"
+        or algorithm.policy_loss not in POLICY_LOSSES  # a plug-in's loss may have any terms
     )
 
 
@@ -92,12 +93,13 @@ def _rows(position: int, summary: GroupSummary, config: Config) -> Iterator[_Row
 
 
 def _teaches(summary: GroupSummary, config: Config) -> bool:
-    """Return False if the group's gradient is known to be zero: its rewards are equal, and nothing else counts."""
+    """Return False if the group's gradient is known to be zero: its rewards are equal, and no other loss is
+    configured."""
     estimator = config.algorithm.adv_estimator
     looks_beyond = ("gdpo", "reinforce_plus_plus_baseline", *NEEDS_NO_GROUP)
     if estimator in looks_beyond or estimator not in ADV_ESTIMATORS:
         return True
-    if config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
+    if config.lacks_baseline or config.algorithm.scores_before_advantages or pulls_at_zero_advantage(config):
         return True
     rewards = summary.rewards[summary.valid.astype(bool)]
     return bool(rewards.size) and bool(np.ptp(rewards) > 0)

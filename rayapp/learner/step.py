@@ -1,7 +1,8 @@
-"""One training step on one rank: score, forward and backward of every micro-batch, optimizer.
+"""The training step on one rank: scoring, forward and backward of every micro-batch, optimizer.
 
 `PolicyLearner` is built by `actors.learner.Learner` and holds the model; this module is the algorithm. Every rank runs
-the same collectives in the same order, whatever it was dealt: a rank with fewer micro-batches computes empty ones.
+the same collectives in the same order, whatever its trajectories are: a rank with fewer micro-batches computes empty
+micro-batches.
 
     plan (advantages, counts) -> [old log-probs] -> per mini-batch: micro-batches -> clip -> AdamW -> metrics of rank 0
 """
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.algorithm import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config.algorithm import NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
@@ -33,6 +34,7 @@ from rayapp.learner.algo.losses import (
     coupled_gradients,
     kl_loss,
     make_actor_config,
+    mean_weight,
     policy_loss,
 )
 from rayapp.learner.batch import (
@@ -47,8 +49,16 @@ from rayapp.learner.batch import (
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
-from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
-from rayapp.learner.policy import DeviceBatch, PolicyModel, TokenScores, reduce_gradients, to_device
+from rayapp.learner.policy import (
+    DeviceBatch,
+    PolicyModel,
+    TokenScores,
+    clip_gradients,
+    learning_rate,
+    reduce_gradients,
+    set_learning_rate,
+    to_device,
+)
 from rayapp.learner.shares import Share
 from rayapp.learner.step_plan import (
     StepTable,
@@ -82,7 +92,7 @@ class PolicyLearner:
     """Coefficient of the KL in the reward at the next step; algorithm.kl_in_reward.coef at the first."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
-    """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
+    """Number of optimizer steps skipped since the run began, because a loss or gradient was not finite."""
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
     """Log-probs (R,) under the weights that the last step began with, by the trajectory's position in that step.
 
@@ -120,10 +130,8 @@ class PolicyLearner:
         return batches + [empty_micro_batch()] * missing
 
     def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
-        """Move the weights, unless the gradient or a loss of this mini-batch is not finite on any rank. Collective.
-
-        Returns:
-            The gradient's norm before it was clipped, and whether the weights were moved.
+        """Update the weights, unless the gradient or a loss of this mini-batch is not finite on some rank. Collective.
+        Returns: The gradient's norm before clipping, and whether the weights were updated.
         """
         section, train = self.config.learner.optimizer, self.config.train
         self.optimizer_steps += 1
@@ -147,7 +155,7 @@ class PolicyLearner:
         return norm, is_finite
 
     def _fill_missing_gradients(self) -> None:
-        """Set missing gradients to zero: AdamW then moves by its momentum, as with a computed zero."""
+        """Set missing gradients to zero, so that AdamW updates by its momentum, as with a computed zero."""
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -199,8 +207,11 @@ class _Step:
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, FloatArray]] = {}
-        """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
+        """Log-probs (R,) of the sampled tokens under the frozen models, or under a teacher that is the policy or a
+        server."""
         self.kl_metrics: dict[str, float] = {}
+        self.mean_weight = 1.0
+        """Divisor of importance weights, see `LossScale`."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -212,7 +223,8 @@ class _Step:
         for number in range(self.config.train.num_minibatches):
             chosen = minibatches == number
             mine = [item for item in items if minibatches[item.row] == number]
-            self._optimizer_step(mine, loss_scale(table, chosen, self.config, self.learner.ranks.world_size))
+            scale = loss_scale(table, chosen, self.config, self.learner.ranks.world_size)
+            self._optimizer_step(mine, replace(scale, mean_weight=self.mean_weight))
         with self.watch("metrics"):
             metrics = self._metrics(table)
         return metrics | timing_metrics(self.watch)
@@ -220,7 +232,7 @@ class _Step:
     def _items(self, table: StepTable) -> list[TrainItem]:
         """Return this rank's trajectories whose gradient is not known to be zero, and score them."""
         if bad := [summary.group_id for summary in self.summaries if not has_finite_rewards(summary)]:
-            log.warning("step %d leaves out groups %s: they have rewards that are not finite", self.number, bad)
+            log.warning("step %d leaves out groups %s, because their rewards are not finite", self.number, bad)
         scored: list[TrainItem] = []
         if self.algorithm.scores_before_advantages:
             scored = local_items(table, zero_advantages(table), self.shares, self.groups)
@@ -244,17 +256,22 @@ class _Step:
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.kl_in_reward.coef > 0 and len(inputs.rewards):
             inputs = replace(inputs, kl_penalty=self._kl_penalty(table, scored))
-        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS and not self.algorithm.normalizes_by_step:
             return inputs
         old = self._over_ranks(table, {row: scores.log_probs for row, scores in self.old.items()})
-        squares = self._over_ranks(table, {row: scores.sum_pi_squared for row, scores in self.old.items()})
         rollout = self._over_ranks(table, {item.row: item.rollout_log_probs for item in scored})
         mask = response_mask(inputs.num_response_tokens)
         weights = correction_weights(old, rollout, mask, self.algorithm) if len(inputs.rewards) else None
+        if weights is not None and self.algorithm.normalizes_by_step:
+            self.mean_weight = mean_weight(weights, mask, self.algorithm)
+            weights = weights / self.mean_weight
+        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+            return inputs
+        squares = self._over_ranks(table, {row: scores.sum_pi_squared for row, scores in self.old.items()})
         return replace(inputs, old_log_probs=old, sum_pi_squared=squares, is_weights=weights)
 
     def _kl_penalty(self, table: StepTable, scored: Sequence[TrainItem]) -> Tensor:
-        """Return the reward that each token of the trained rows loses (B, T), and move the coefficient on. Collective.
+        """Return the reward that each token of the trained rows loses (B, T), and update the coefficient. Collective.
 
         In bypass mode the engine's log-probs are the old ones, as in its loss.
         """
@@ -279,8 +296,8 @@ class _Step:
     def _score(self, items: Sequence[TrainItem]) -> None:
         """Compute the log-probs that the update itself does not give: old log-probs, and log-probs of frozen models."""
         learner = self.learner
-        # Scoring is collective, so all ranks must decide alike: by the config. `self.old` is empty on a rank that was
-        # dealt only failed groups.
+        # Scoring is collective, so all ranks must decide alike, by the config: `self.old` is empty on a rank that has
+        # only failed groups.
         if self.config.scores_old_log_probs:
             with self.watch("old_log_probs"):
                 options = learner.head_options(needs_sum_pi_squared=self.algorithm.adv_estimator in NEEDS_LOG_PROBS)
@@ -289,7 +306,7 @@ class _Step:
             with self.watch("ref"):
                 self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
         section = self.config.distillation
-        if section.teacher and not section.needs_logits:  # otherwise it reads each micro-batch together with the policy
+        if section.teacher and not section.needs_logits:  # else it reads each micro-batch together with the policy
             with self.watch("teacher"):
                 self.frozen["teacher"] = self._taught(items)
 
@@ -306,7 +323,7 @@ class _Step:
 
     def _log_probs(self, items: Sequence[TrainItem], model: PolicyModel) -> dict[int, FloatArray]:
         scores = self.learner.score(items, model, self.learner.head_options())
-        # Without a backward pass its embedding and head would stay gathered and take memory.
+        # Without a backward pass the model's embedding and head would stay gathered and take memory.
         model.reshard()  # type: ignore[operator]
         return {row: found.log_probs for row, found in scores.items()}
 
@@ -338,7 +355,7 @@ class _Step:
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
     ) -> dict[int, FloatArray] | None:
         """Return gradients by log-prob for losses that depend on the whole mini-batch; None for all others."""
-        if self.algorithm.policy_loss not in BATCH_COUPLED_LOSSES:
+        if not self.algorithm.is_batch_coupled:
             return None
         learner = self.learner
         current = self.old
@@ -426,7 +443,7 @@ class _Step:
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Add the KL losses and the entropy bonus, as far as they are configured."""
+        """Add those of the KL losses and the entropy bonus that are configured."""
         if self.algorithm.kl_loss_coef > 0:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:

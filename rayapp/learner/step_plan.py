@@ -1,7 +1,7 @@
 """Plan of one step: the trajectories that count, their advantages, and the division into optimizer steps.
 
-Every rank makes it from the summaries of *all* groups, so that ranks agree on every count without communication; only
-the trajectories themselves differ from rank to rank.
+Every rank makes the plan from the summaries of *all* groups, so that ranks agree on every count without communication;
+only the trajectories themselves differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     trained = [summary.valid.astype(bool) & has_finite_rewards(summary) for summary in summaries]
     for valid in trained:
         if estimator in NEEDS_GREEDY_BASELINE:
-            # The greedy trajectory is the group's baseline: without its verdict the others can't be judged.
+            # The greedy trajectory is the group's baseline: without its verdict the others have no advantage.
             valid[:] = valid & valid[-1]
             valid[-1] = False
         if config.compares_groups and valid.sum() < 2:
@@ -154,7 +154,7 @@ def local_items(
         if trajectory.num_response_tokens != table.num_response_tokens[row]:
             raise LearnerError(
                 f"group {group.group_id}, trajectory {table.index[row]} has {trajectory.num_response_tokens} response "
-                f"tokens, but its summary says {table.num_response_tokens[row]}: summaries and groups are out of step"
+                f"tokens, but its summary says {table.num_response_tokens[row]}: summaries and groups don't match"
             )
         item = TrainItem(
             row=int(row), group=int(table.group[row]), trajectory=trajectory, advantages=advantages[int(row)]
@@ -164,7 +164,7 @@ def local_items(
 
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
-    """Return False if the trajectory's gradient is exactly 0: its advantages are, and no other loss is configured."""
+    """Return False if the trajectory's gradient is exactly 0: its advantages are 0, and no other loss is configured."""
     return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 

@@ -1,4 +1,5 @@
-"""Supervised steps on one rank: the cross-entropy of demonstrations, by the same model, packing and optimizer as GRPO.
+"""Supervised steps on one rank: the cross-entropy of demonstrations, with the same model, packing and optimizer as
+GRPO.
 
     loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
 

@@ -1,13 +1,14 @@
-"""Agents that this process plays problems with: the agent loop, and one turn without a chat template.
+"""Agents that run in the rollout worker: the agent loop, and one turn without a chat template.
 
     tool_agent           the prompt lists the tools; the policy calls them over several turns
-    single_turn_agent    the prompt lists no tools; one turn is sampled, and calls in it are text
+    single_turn_agent    the prompt lists no tools; one turn is sampled, and tool calls in it are plain text
 
-`LoopAgent` plays both over a chat template; a row of data may name one by its `agent_name`, as in verl. `OneTurn` plays
-tasks whose agent is single_turn_agent: the task renders its own prompt, since base models have no template.
+`LoopAgent` plays both with a chat template; a row of data may choose between them by its `agent_name`, as in verl.
+`OneTurn` plays tasks whose agent is single_turn_agent: the task renders its own prompt, because base models have no
+chat template.
 
-Any other name is a plug-in's (`rayapp.agents`): it is called with the process's tool agent, whose chat format, tools,
-parser and limits it may use, and returns an object with the same `run`.
+Any other name is that of a plug-in (entry point `rayapp.agents`). The plug-in is called with the process's tool agent,
+whose chat format, tools, parser and limits it may use, and returns an object with the same method `run`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TOOL_AGENT, SINGLE_TURN_AGENT = AGENTS
 
 
 class Player(Protocol):
-    """Plays prompts: an `AgentLoop`, or the object that a plug-in made from one."""
+    """Plays prompts: an `AgentLoop`, or the object that a plug-in made from an `AgentLoop`."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
@@ -46,7 +47,7 @@ class Player(Protocol):
 
 
 def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
-    """Return the player with this loop's tools: the loop itself, the same for one turn, or a plug-in.
+    """Return the player with this name: the loop itself, the loop for a single turn, or a plug-in's object.
 
     Raises:
         ConfigError: the plug-in can't be made.
@@ -62,12 +63,12 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
     except Exception as error:  # boundary: a plug-in is foreign code
         raise ConfigError(f"plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(player, "run", None)):
-        raise ConfigError(f"plug-in {agent_name}: what it makes has no `run` (rayapp/rollout/agents.py)")
+        raise ConfigError(f"plug-in {agent_name}: the object that it returns has no `run` (rayapp/rollout/agents.py)")
     return player
 
 
 class NoCalls:
-    """A parser that finds no calls."""
+    """Tool call parser that finds no calls; see `ToolCallParser`."""
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return ()
@@ -79,7 +80,7 @@ class NoCalls:
 
 
 def without_tools(tool_agent: AgentLoop) -> AgentLoop:
-    """Return the same loop for one turn without tools."""
+    """Return a loop with the same model and limits, for a single turn without tools."""
     return AgentLoop(
         chat=tool_agent.chat.without_tools(),
         parser=NoCalls(),
@@ -89,12 +90,12 @@ def without_tools(tool_agent: AgentLoop) -> AgentLoop:
 
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
-    """Check a loop's name. Raises InputError: there is no loop of this name."""
+    """Check the name of an agent. Raises InputError: there is no agent of this name."""
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
-            f"{at}agent_name {agent_name!r} is no agent loop here; there are {' and '.join(AGENTS)}. Tools of your own "
-            "go into agent.tool_file (docs/tools.md)."
+            f"{at}agent_name {agent_name!r} is neither {' nor '.join(AGENTS)}, nor a plug-in. Name your own tools in "
+            "agent.tool_file (docs/tools.md)"
         )
 
 
@@ -111,12 +112,12 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
 
 
 def check_length(prompts: Sequence[Prompt], limit: int) -> None:
-    """Check lengths. Raises InputError: a prompt is longer than rollout.max_prompt_tokens."""
+    """Check the prompts' lengths. Raises InputError: a prompt is longer than rollout.max_prompt_tokens."""
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
-                f"task {prompt.task!r}: its prompt has {prompt.token_ids.size} tokens, rollout.max_prompt_tokens is "
-                f"{limit}. Raise it, or shorten the prompt."
+                f"task {prompt.task!r}: its prompt has {prompt.token_ids.size} tokens, and rollout.max_prompt_tokens "
+                f"is {limit}. Raise rollout.max_prompt_tokens, or shorten the prompt"
             )
 
 
@@ -126,19 +127,19 @@ OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopAgent:
-    """Plays with agent loops: problems that bring the same tools share one, whose prompts list these tools."""
+    """Agent that plays problems with agent loops. Problems with the same tools share a loop."""
 
     make_loop: OpenLoop
-    """Makes a loop; called once for each set of tools."""
+    """Function that makes a loop; called once for each set of tools."""
     default: str = TOOL_AGENT
-    """Agent of problems that name none."""
+    """Name of the agent for problems that name no agent."""
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
     _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
-    """Single-turn players and plug-ins by name and tools, made at their first use."""
+    """(name, tools) -> single-turn player or plug-in, made at the first use."""
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
-        """Make it with the run's settings and tool file."""
+        """Return the agent for the run's settings and tool file."""
 
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
@@ -146,7 +147,7 @@ class LoopAgent:
         return cls(make_loop, default=config.agent_name)
 
     async def open(self, tools: tuple[str, ...] = ()) -> LoopAgent:
-        """Make the loop with these tools, unless there is one; return this agent.
+        """Make the loop with these tools, unless it exists already; return this agent.
 
         Raises:
             UserError: a tool, the chat template or the parser can't be used.
@@ -156,7 +157,7 @@ class LoopAgent:
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return a row's prompt as token ids: only the tool agent's prompts list tools."""
+        """Return the token ids of a data row's prompt. It lists tools only if the agent is the tool agent."""
         return self._loop(agent_name).chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
@@ -186,10 +187,10 @@ class LoopAgent:
         return await player.run(begin, engine=engine, sampling=sampling, request_id=request_id)
 
     def _loop(self, agent_name: str, tools: tuple[str, ...] = ()) -> AgentLoop:
-        """Return the loop of a problem: its chat format, and its tools. A plug-in has those of the tool agent.
+        """Return the loop whose chat format and tools an agent uses. A plug-in uses the tool agent's loop.
 
         Raises:
-            InputError: there is no agent of that name.
+            InputError: there is no agent of this name.
         """
         check_agent_name(agent_name)
         if (agent_name or self.default) != SINGLE_TURN_AGENT:
@@ -199,7 +200,7 @@ class LoopAgent:
         return single
 
     def _player(self, agent_name: str, tools: tuple[str, ...]) -> Player:
-        """Return the loop of this name, or the plug-in. Raises as `_loop`, or ConfigError as `player_of`."""
+        """Return the loop or plug-in of this name. Raises InputError like `_loop`, or ConfigError like `player_of`."""
         check_agent_name(agent_name)
         key = agent_name or self.default, tools
         if key not in self._players:
@@ -207,14 +208,14 @@ class LoopAgent:
         return self._players[key]
 
     async def close(self) -> None:
-        """Close the tools' resources."""
+        """Close the resources of all loops' tools."""
         for loop in self._loops.values():
             await loop.tools.close()
 
 
 @dataclass(frozen=True, slots=True)
 class OneTurn:
-    """Plays tasks in one turn. The task renders its prompt."""
+    """Agent that plays tasks in one turn. The task renders its prompt."""
 
     tokenizer: Tokenizer
 
@@ -226,10 +227,10 @@ class OneTurn:
         self, problem: Problem, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
         recorder = Recorder(problem.prompt.token_ids.tolist())
-        # Score the engine's text, not the decoded tokens: those include the stop text.
+        # Score the engine's text, not the decoded tokens: the tokens include the stop text.
         completion = await recorder.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
         is_cut = completion.finish_reason == "length"
         return recorder.trajectory(RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED)
 
     async def close(self) -> None:
-        """Do nothing: it holds no resources."""
+        """Do nothing: this agent holds no resources."""

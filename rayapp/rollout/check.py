@@ -1,12 +1,13 @@
 """Checks of a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
 
-Tools behind a service are not checked here: the rollout workers check them when they start, from their own machines.
+Tools behind a service are not among the checks: the rollout workers check them at their start, from their own machines.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import ConfigError, InputError, SandboxError
 from rayapp.core.machine import num_cores
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
@@ -25,10 +26,13 @@ from rayapp.rollout.external_agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.problem import MAX_KEPT_CHARS, agent_start, is_kept
 from rayapp.rollout.sources import answer_rewards, naming, open_judges
+from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.storage.models.check import check_model, check_teacher
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.code.languages import Language
+from rayapp.tasks.code.scoring import check_languages
 from rayapp.tasks.data.files import is_remote
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
@@ -42,18 +46,18 @@ class InputCheck:
     """One check before a run; checks don't depend on each other."""
 
     what: str
-    """Subject, for messages: evaluation, tasks, data or tools."""
+    """Name of the checked part, for messages: evaluation, tasks, data or tools."""
     run: Callable[[], None]
-    """Does the check. Raises UserError or StorageError: the subject can't be used."""
+    """Function that does the check. Raises UserError or StorageError: the part can't be used."""
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
     """Check the model, its teacher, and tasks or data with their tools and rewards.
 
     Args:
-        training: False for evaluation alone.
+        training: True for a training, False for an evaluation.
     Raises:
-        UserError: one of them can't be used.
+        UserError: one of these parts can't be used.
     """
     config = with_local_model(config)
     check_model(config)
@@ -66,13 +70,14 @@ def check_inputs(config: Config, *, training: bool) -> None:
 def input_checks(
     config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True, asks_judges: bool = False
 ) -> Iterator[InputCheck]:
-    """Return every check of a run's inputs except the model's: `train` and `eval` stop at the first that fails, `rayapp
-    doctor` runs all.
+    """Yield the checks of a run's inputs, without those of the model. `rayapp train` and `rayapp eval` stop at the
+    first check that fails; `rayapp doctor` runs all of them.
 
     Args:
-        has_tokenizer: False if the model is not on this machine: then prompts are not rendered.
+        has_tokenizer: False if the model is not on this machine; then prompts are not rendered.
         may_fetch: False leaves out files that would have to be fetched.
-        asks_judges: ask each judge one question from here; the rollout workers do so when they start.
+        asks_judges: True adds a check that asks each judge a question from this machine. In a run the rollout workers
+            ask it at their start.
     """
     yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
     if asks_judges:
@@ -95,7 +100,7 @@ def input_checks(
 
 
 def _check_judges(config: Config) -> None:
-    # The run's own servers start with the run; its rollout workers then ask these judges.
+    # Leave out judges on the run's own servers: these start with the run, and the rollout workers check their judges.
     judges = open_judges(config, of_run=False)
 
     async def check() -> None:
@@ -116,7 +121,7 @@ def _named(source: Source, check: Callable[[], object]) -> None:
 
 def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None:
     if training and not config.tasks:
-        raise InputError("tasks is empty: name the data files to train on (docs/data.md)")
+        raise InputError("tasks is empty: name tasks or data files to train on (docs/data.md)")
     check_data(config, files)
 
 
@@ -140,7 +145,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
             for task in tasks:
                 agent_start(task)
             continue
-        # The workers check the length of the agent's prompts: they have the tools' schemas.
+        # Don't check the length of prompts with tools: only the rollout workers have all tools' schemas.
         starts = {task.name: agent_start(task) for task in tasks}
         for task_name, start in starts.items():
             if why := why_no_workspace(config.sandbox, start):
@@ -148,7 +153,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
-    # If there is a tool file, the check of its tools has checked the template.
+    # If there is a tool file, `_check_tools` checks the template.
     asks_template = has_tokenizer and not config.agent.tool_file
     _check_entries(
         config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template
@@ -156,8 +161,8 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
-    """Check that an evaluation has something to evaluate. With several sources, data sources without eval.tasks are
-    left out."""
+    """Raise InputError if an evaluation has nothing to evaluate. With several sources, data sources without eval.tasks
+    are simply not evaluated."""
     own = [source.config for source in sources_of(config)]
     if _evaluates(config, training=training) and all(each.uses_data and not each.eval.tasks for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
@@ -169,9 +174,10 @@ def _evaluates(config: Config, *, training: bool) -> bool:
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
-    """Check every file's schema, each row's agent and rule, and one whole row.
+    """Check every file's schema, each row's agent and rule, one complete row per file, and the compilers that rows
+    need.
 
-    The workers check lengths, as they have the tools' schemas.
+    The rollout workers check the lengths of prompts, because only they have all tools' schemas.
 
     Raises:
         UserError: the custom function, a file or a row can't be used.
@@ -182,6 +188,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
         rewards.custom.load()
 
     async def check() -> None:
+        languages: frozenset[Language] = frozenset()
         for file in files:
             data = await open_data(
                 (file,),
@@ -191,10 +198,23 @@ def check_data(config: Config, files: Sequence[str]) -> None:
                 truth_kind=rewards.truth_kind,
             )
             data.row(0)
+            languages |= data.languages
             if config.judges_read_references:
                 _check_references(file, data)
+        await _check_compilers(config, languages)
 
     asyncio.run(check())
+
+
+async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
+    """Compile an empty program in each language in a sandbox of the run's."""
+    if not languages:
+        return
+    try:
+        async with open_pool(config.sandbox.without_stock, f"check-{os.getpid()}") as (sandboxes, _):
+            await check_languages(languages, sandboxes)
+    except SandboxError as error:
+        raise InputError(f"rows that ask for {', '.join(sorted(each.name for each in languages))}: {error}") from error
 
 
 def _check_references(file: str, data: TrainingData) -> None:
@@ -202,8 +222,8 @@ def _check_references(file: str, data: TrainingData) -> None:
     for number in range(len(data)):
         if not is_kept(data.row(number).ground_truth):
             raise InputError(
-                f"{file}, row {number}: its ground_truth has over {MAX_KEPT_CHARS:,} characters, and a judge of "
-                "reward.judges has reference: true. Leave out the row, or set reference: false"
+                f"{file}, row {number}: its ground_truth has more than {MAX_KEPT_CHARS:,} characters, and a judge in "
+                "reward.judges reads it (reference: true). Leave out the row, or set reference: false"
             )
 
 
@@ -219,7 +239,7 @@ def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None
 
 
 def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
-    """Check that there are sandboxes for these tools, and that the chat template lists tools."""
+    """Check that there are enough sandboxes for these tools, and that the chat template lists tools."""
     file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
@@ -230,14 +250,15 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
-    """Check a class in a user's file, which only the workers load. Raises ConfigError: the file is not there."""
+    """Check that the file of a user's class exists, without loading it. Raises ConfigError: there is no such file."""
     file, colon, _ = entry.class_name.rpartition(":")
     if colon and not (folder / file).is_file() and not Path(file).is_file():
         raise ConfigError(f"{where}: there is no file {folder / file}")
 
 
 def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
-    """True for a shipped tool that works in the trajectory's workspace; users' classes are not loaded here."""
+    """Return True if the tool keeps a sandbox, the trajectory's workspace. False for users' classes: only the rollout
+    workers load them."""
     if not KNOWN.get(entry.class_name, entry.class_name).startswith("rayapp.tools."):
         return False
     kind = load_class(entry.class_name, Path(), where)
@@ -245,26 +266,27 @@ def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
 
 
 def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
-    """Check the number of sandboxes: tools with a workspace hold one per trajectory, from the first call to the end."""
+    """Check the number of sandboxes: a tool with a workspace holds a sandbox per trajectory, from its first call on."""
     need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandboxes: the tool {entry.class_name} holds one for each trajectory, and {arithmetic} = {need} run at "
-            f"once, but sandbox.providers and sandbox.max_leases allow {have}. Raise sandbox.max_leases to {need}, "
-            "lower the numbers of that sum, or, with the python tool alone, set `stateful: false` in its config."
+            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} holds "
+            f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
+            f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
+            "config"
         )
 
 
 def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
-    """Return the maximum of trajectories at once, and the sum that gives it as text."""
+    """Return the maximum number of trajectories that run at once, and the calculation of this number as text."""
     train, rollout = config.train, config.rollout
     in_training = train.groups_per_step * rollout.group_size * (train.max_staleness + 1)
     text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"
     text += f" x (train.max_staleness {train.max_staleness} + 1)" if train.max_staleness else ""
     if not _evaluates(config, training=training):
         return in_training, text
-    # No wave is longer than this one.
+    # The first wave is the longest.
     wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
     evaluating = len(wave) * config.eval.samples_per_task
     of_eval = f"{len(wave)} prompts x eval.samples_per_task {config.eval.samples_per_task}"
@@ -276,7 +298,7 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
 
 
 def num_sandboxes(sandbox: SandboxConfig) -> int:
-    """Return the number of sandboxes that the pool leases at once."""
+    """Return the maximum number of sandboxes that the pool leases at once."""
     cores = num_cores()
     limits = [
         (section.max_sandboxes or sandbox.max_leases or cores)

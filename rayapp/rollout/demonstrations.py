@@ -3,9 +3,9 @@
     JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
     tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
 
-A demonstration is a `Trajectory` that was not sampled. Its token ids are built as in a rollout: the prompt as the chat
-template renders it, then the answer, encoded separately and ended as the policy ends it. Called by the driver, for
-`rayapp sft` and the warm-up of a training (docs/sft.md).
+A demonstration is a `Trajectory` that was not sampled. Its token ids are built like in a rollout: first the prompt as
+the chat template renders it; then the answer, encoded separately, with the token or text that ends a turn of the
+policy. Called by the driver, for `rayapp sft` and the warm-up of a training (docs/sft.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.config.config import Config, all_tasks
+from rayapp.config.config import Config
+from rayapp.config.keys import all_tasks
 from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
@@ -31,16 +32,16 @@ from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
 Render = Callable[..., str]
-"""(messages, add_generation_prompt) -> text of the chat template."""
+"""Function of (messages, add_generation_prompt) that returns the text rendered by the chat template."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Demonstrations:
-    """The rows to learn from, in the order of the files."""
+    """Demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
     num_left_out: int = 0
-    """Number of rows longer than `warmup.max_tokens`, left out by warmup.filter_overlong."""
+    """Number of rows that warmup.filter_overlong left out because they are longer than warmup.max_tokens."""
 
 
 def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
@@ -67,8 +68,8 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
             result.num_left_out += 1
         else:
             raise InputError(
-                f"{where} has {row.num_tokens} tokens, and warmup.max_tokens is {limit}. Raise it, shorten the row, or "
-                "set warmup.filter_overlong: true."
+                f"{where} has {row.num_tokens} tokens, and warmup.max_tokens is {limit}. Raise warmup.max_tokens, "
+                "shorten the row, or set warmup.filter_overlong: true"
             )
     if not result.rows:
         raise InputError(f"there is nothing to learn from: all {result.num_left_out} rows are longer than {limit} "
@@ -88,7 +89,7 @@ def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, T
     for task in tasks:
         assert isinstance(task, CodingTask)
         prompt = task.render(tokenizer)
-        # Sampling ends at a stop text; without one it ends at the token that ends a turn.
+        # Sampling ends at a stop text. If the prompt has none, it ends at the tokenizer's end token.
         end = [] if prompt.stop and task.prompt_format == "chat_prefill" else [_end_of_text(tokenizer, task.name)]
         for number, text in enumerate(task.demonstrated_completions, start=1):
             completion = tokenizer.encode(text, add_special_tokens=False) + end
@@ -129,16 +130,16 @@ def _raw_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_filled_in(value: Any) -> Any:
-    """Drop keys without a value at every depth: parquet gives each object the keys of all others in its column."""
+    """Remove keys whose value is None, at every depth: parquet gives each object the keys of its column's others."""
     if isinstance(value, dict):
         return {key: _without_filled_in(item) for key, item in value.items() if item is not None}
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
 
 
 def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
-    """Return the demonstrations of one row. Raises ValueError or TypeError: the row is wrong; the message says how."""
+    """Yield the demonstrations of one row. Raises ValueError or TypeError: the row is malformed."""
     if not isinstance(row, dict):
-        raise TypeError(f"a row is an object with {KINDS}, not {type(row).__name__}")
+        raise TypeError(f"the row is a {type(row).__name__}: it must be an object with {KINDS}")
     has = {key for key, value in row.items() if value is not None}
     if {"token_ids", "response_mask"} <= has:
         yield _of_tokens(row, tokenizer)
@@ -151,7 +152,7 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
     elif "messages" in has:
         asked, messages = [], _messages(row["messages"])
     else:
-        raise ValueError(f"it has {', '.join(sorted(has)) or 'nothing'}; a row has {KINDS}")
+        raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
     render = partial(_render, tokenizer, template, row.get("tools") or None)
     yield from _of_conversation([*asked, *messages], len(asked), render, tokenizer)
 
@@ -162,16 +163,16 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
     if token_ids.ndim != 1 or token_ids.shape != mask.shape:
         raise ValueError(f"token_ids {token_ids.shape} and response_mask {mask.shape} must be lists of one length")
     if not mask.any() or mask[0]:
-        raise ValueError("response_mask must begin with the prompt (false) and mark at least one token")
+        raise ValueError("response_mask must begin with false (the prompt) and have at least one true")
     forks = tuple(Fork(**fork) for fork in row.get("forks") or ())
     starts = [fork.start for fork in forks]
     if starts != sorted({*starts} & {*range(1, token_ids.size)}) or any(fork.after >= fork.start for fork in forks):
-        raise ValueError("forks must have a start within the tokens each, in order, and go on from a token before it")
+        raise ValueError("forks must be sorted, each with a start within the tokens and a token before it to continue")
     return replace(_trajectory_of(token_ids, mask, str(row.get("completion") or "")), forks=forks)
 
 
 def _integers(value: Any, key: str, limit: int) -> Any:
-    """Return the numbers as an array. Raises ValueError: one is no integer from 0 to below `limit`."""
+    """Return the numbers as an array. Raises ValueError: one of them is not an integer from 0 to `limit` - 1."""
     for place, item in enumerate(value if isinstance(value, list) else []):
         if not isinstance(item, int) or not 0 <= item < limit:
             raise ValueError(f"{key}[{place}] is {item!r:.60}; it must be an integer from 0 to {limit - 1}")
@@ -182,7 +183,7 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
     """Return a demonstration of plain texts, without a template: prompt, completion and end token."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
-        raise TypeError("prompt is text, so completion must be text, too; or both are lists of messages")
+        raise TypeError("prompt is a string, so completion must be a string; or make both lists of messages")
     _not_empty(completion, "completion")
     _not_empty(prompt, "prompt")
     answer = [*tokenizer.encode(completion, add_special_tokens=False), _end_of_text(tokenizer, "the model")]
@@ -192,14 +193,14 @@ def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
 def _of_conversation(
     messages: Sequence[Mapping[str, Any]], first: int, render: Render, tokenizer: ChatTokenizer
 ) -> Iterator[Trajectory]:
-    """Return demonstrations in which every assistant turn from message `first` on is learned once.
+    """Yield demonstrations that together train on every assistant turn from message `first` on exactly once.
 
-    All turns are in one sequence, as in a rollout. If the template changes earlier turns when later ones are added
-    (Qwen3 removes their thoughts), a new sequence begins, as it does for a server.
+    All turns are in one sequence, like in a rollout. If the template changes earlier turns when later ones are added
+    (Qwen3 removes their thoughts), a new sequence begins with the changed text.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        raise ValueError("it has no message of the assistant to learn from")
+        raise ValueError("the row has no assistant message to learn from")
     parts: list[tuple[list[int], bool]] = []
     so_far, answers = "", list[str]()
     for i in turns:
@@ -217,16 +218,16 @@ def _of_conversation(
 
 
 def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    """Return the text before the policy's turn, and the turn's text with the token that ends it."""
+    """Return the text before assistant message `i`, and this turn's text with the token that ends it."""
     head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
     if not whole.startswith(head):
         raise ValueError(
-            f"the model's chat template does not write message {i} as an answer to what it writes before it: "
-            f"{whole[len(head) - 40 : len(head) + 40]!r} does not go on from {head[-40:]!r}. Give token_ids and "
-            "response_mask, or prompt and completion as plain texts."
+            f"the chat template renders message {i} differently as an answer: its text "
+            f"{whole[len(head) - 40 : len(head) + 40]!r} does not continue the generation prompt {head[-40:]!r}. Give "
+            "token_ids and response_mask, or prompt and completion as strings"
         )
     answer = whole[len(head) :]
-    # Templates write a line break after the token that ends a turn; no policy samples it.
+    # Templates write a line break after the token that ends a turn; a policy never samples this line break.
     ended = tokenizer.encode(answer.rstrip(), add_special_tokens=False)
     return head, answer.rstrip() if ended and ended[-1] in special_ids(tokenizer) else answer
 
@@ -236,8 +237,8 @@ def _render(
 ) -> str:
     if not template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the model has no chat template to render its messages with: set agent.chat_template, or give prompt and "
-            "completion as plain texts"
+            "the row has messages, but the model has no chat template to render them: set agent.chat_template, or give "
+            "prompt and completion as strings"
         )
     options = ({"chat_template": template} if template else {}) | ({"tools": tools} if tools else {})
     try:
@@ -252,7 +253,7 @@ def _render(
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
-        raise ValueError("messages are a list of objects with role and content")
+        raise ValueError("messages must be a list of objects with role and content")
     return [{key: item for key, item in one.items() if item is not None} for one in value]
 
 
@@ -263,7 +264,7 @@ def _not_empty(value: Any, what: str) -> None:
 
 def _end_of_text(tokenizer: Any, what: str) -> int:
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{what}: the tokenizer has no eos_token, so an answer can't be ended. Give token_ids.")
+        raise InputError(f"{what}: the tokenizer has no eos_token to end an answer with. Give token_ids")
     return int(tokenizer.eos_token_id)
 
 

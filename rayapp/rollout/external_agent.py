@@ -1,10 +1,11 @@
 """External agents: a user's program or async function plays each trajectory, through the gateway.
 
-    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory, its answer
+    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory with the answer
 
-One per source of a rollout worker that uses one. The task or the data row gives the verdict, as for any agent. A limit
-(tokens, turns, time) ends a trajectory, and its answer is scored, whatever the program's exit status. If a program
-fails, its trajectory fails, unless `on_failure` is score; if it never calls the policy, the trajectory always fails.
+Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row gives the
+verdict, like for any agent. If a limit (tokens, turns, time) ends a trajectory, its answer is scored, whatever the
+program's exit status. If the program fails before, the trajectory fails, unless `on_failure` is score. If the program
+never calls the policy, the trajectory always fails.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
 class ExternalAgent:
-    """See the module; `open` one, and `close` it.
+    """Agent that runs a user's program or function for each trajectory. Make it with `open`; `close` it at the end.
 
     Args:
         config: config of the source.
         formats: chat formats of the model.
-        entry: the user's function; None runs the command.
-        sandboxes: source of the sandboxes that programs run in, with `agent.external.inside`.
+        entry: the user's function; None runs the user's command.
+        sandboxes: source of the sandboxes that programs run in if `agent.external.inside` is set.
         files: the agent's own files, by relative path.
     """
 
@@ -72,33 +73,33 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """Make it with the run's model and the section `agent`.
+        """Return an agent for the run's model and the section `agent`, listening for calls.
 
         Raises:
-            ConfigError: the program, the function or one of its files is not there.
+            ConfigError: the program, the function or one of the agent's files can't be found.
         """
         entry = check_agent(config)
         formats = await asyncio.to_thread(Formats.of, config)
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Start to listen; return this object."""
+        """Start the gateway's server; return this object."""
         await self._gateway.start()
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the rendered messages, only for their length: the agent writes its own prompts."""
+        """Return the token ids of the rendered messages. Callers use only their number: agents write their prompts."""
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt without token ids: the agent writes what the policy reads.
+        """Return the problem's prompt without token ids: the agent itself writes the prompts that the policy reads.
 
         Raises:
             InputError: a message is not text, or the task can't be played by an agent.
         """
         bare, messages = problem.prompt, problem.start.messages
         if not all(isinstance(message.get("content"), str) for message in messages):
-            raise InputError(f"{bare.task}: an external agent is told text alone, and a message has other parts")
+            raise InputError(f"{bare.task}: a message has parts that are not text: external agents get only text")
         text = self._formats.plain.chat.render(messages)
         return replace(bare, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
@@ -118,7 +119,7 @@ class ExternalAgent:
         """Play one trajectory.
 
         Args:
-            entry: function that plays; None: the source's program or function.
+            entry: function that plays; None for the source's own program or function.
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
@@ -139,7 +140,7 @@ class ExternalAgent:
                 await self._on_the_host(replace(call, url=self._gateway.url_of(session)), entry, session, playing)
         failure = playing.failure or ("" if self._settings.on_failure == "score" else playing.fault)
         if not session.tree.turns and not failure:
-            failure = playing.fault or "the agent ended without a turn of the policy"
+            failure = playing.fault or "the agent ended without calling the policy"
         output = readable(playing.output.text)
         return session.trajectory(failure=failure, answer=playing.answer, ran_out=playing.ran_out, output=output)
 
@@ -217,7 +218,7 @@ class ExternalAgent:
 
 
 def check_agent(config: Config) -> Entry | None:
-    """Return the function of `agent.external.entry`; None if a command plays.
+    """Return the function named by `agent.external.entry`; None if the agent is a command.
 
     Raises:
         ConfigError: the function or the program can't be found.
@@ -228,7 +229,7 @@ def check_agent(config: Config) -> Entry | None:
     if not settings.inside and shutil.which(settings.command[0]) is None:
         raise ConfigError(
             f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "
-            "machine with rollout workers, or give its whole path."
+            "machine with rollout workers, or give its absolute path"
         )
     return None
 
@@ -246,11 +247,11 @@ def _own_files(config: Config) -> dict[str, str]:
 def _as_answer(found: Any) -> str | None:
     if found is None or isinstance(found, str):
         return found
-    raise TypeError(f"it returned a {type(found).__name__}: an agent returns its answer as a str, or None")
+    raise TypeError(f"it returned a {type(found).__name__}: it must return its answer as a str, or None")
 
 
 def _answer_in(path: Path) -> str:
-    """Return the answer that the agent left; empty for none. A pipe, a link or a folder is not an answer."""
+    """Return the text of the agent's answer file; empty if there is no such regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

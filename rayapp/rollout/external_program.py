@@ -1,12 +1,12 @@
-"""An external agent's program: its input (`AgentCall`, docs/agents.md), and its run on the host or in a sandbox.
+"""An external agent's program: its input (`AgentCall`, docs/agents.md), and how it runs on the host or in a sandbox.
 
-On the host it runs as the user of the rollout worker, to its end or until the caller gives up: its output is kept, and
-every process that it started is killed. In the trajectory's own sandbox it can reach only the policy:
+On the host it runs as the user of the rollout worker, until it ends or the caller cancels it; then every process that
+it started is killed. The end of its output is kept. In the trajectory's own sandbox it can reach only the policy:
 
     sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
-    this process:       the gateway accepts there, for this trajectory's session only
+    this process:       the gateway accepts these connections, for this trajectory's session only
 
-There is no tunnel, no port open to other programs, and no egress.
+There is no tunnel, no port that other programs can reach, and no other network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rayapp.config.agent import ExternalSection
 from rayapp.core.errors import SandboxError
-from rayapp.core.programs import AFTER_DEATH_S, end, kept, passed_on
+from rayapp.core.programs import AFTER_DEATH_S, end, passed_on, supervised
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.rollout.gateway.session import MODEL
@@ -31,26 +31,26 @@ from rayapp.sandbox.loopback import Accept, loopback_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCall:
-    """One task, and the policy behind the APIs that agents speak."""
+    """Input of an agent: one task, and the address and key of the policy."""
 
     task: str
-    """Name of the task, or the data row's source."""
+    """Name of the task, or data source of the row."""
     messages: tuple[Mapping[str, str], ...]
-    """Messages of the task: role and content each."""
+    """Messages of the task, each with role and content."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of the task's files in `folder`, by relative path."""
+    """Relative path -> text of the task's files in `folder`."""
     folder: Path
-    """Folder of this agent alone, which holds only the files. It is removed when the trajectory ends."""
+    """Folder that only this agent uses; at first it holds only the files. It is removed when the trajectory ends."""
     url: str
-    """Base URL of the session."""
+    """Base URL of the trajectory's session."""
     api_key: str
-    """Opens only this session, until the trajectory ends."""
+    """Key of the trajectory's session, valid until the trajectory ends."""
     model: str = MODEL
     """Model name to request; `agent.external.models` says what happens to others."""
 
     @property
     def prompt(self) -> str:
-        """Contents of all messages, as one text."""
+        """Contents of all messages, joined to one text."""
         return "\n\n".join(message["content"] for message in self.messages)
 
     @property
@@ -65,7 +65,7 @@ class AgentCall:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that name the policy and the task."""
+        """Environment variables with the policy's address, key and name, and the task."""
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_BASE": self.openai_base_url,
@@ -83,15 +83,15 @@ class AgentCall:
 
     @property
     def content(self) -> dict[str, str]:
-        """Texts of the folder when the agent begins: the files and the task, by relative path."""
+        """Relative path -> text of the files in the folder when the agent starts, the task's file included."""
         told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
         return {**self.files, str(self.task_file.relative_to(self.folder)): json.dumps(told, ensure_ascii=False)}
 
     def write(self) -> None:
-        """Fill the folder.
+        """Write the files into the folder.
 
         Raises:
-            ValueError: a file's path leads out of it.
+            ValueError: a file's path leads out of the folder.
         """
         for name, text in self.content.items():
             path = (self.folder / name).resolve()
@@ -109,7 +109,7 @@ class AgentCall:
             "{task_file}": str(self.task_file),
             "{folder}": str(self.folder),
         }
-        # Replace each once, so that a prompt that contains `{url}` stays unchanged.
+        # Replace each name once, from left to right, so that `{url}` inside the prompt stays unchanged.
         head, name, rest = min((argument.partition(name) for name in values), key=lambda parts: len(parts[0]))
         return f"{head}{values[name]}{self.filled_in(rest)}" if name else argument
 
@@ -121,7 +121,7 @@ class Tail:
     """Keeps the end of a program's output.
 
     Args:
-        max_chars: most characters to keep.
+        max_chars: maximum characters to keep.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -151,33 +151,33 @@ class Tail:
 
 @dataclass(slots=True, kw_only=True)
 class Playing:
-    """State of an agent that plays one trajectory."""
+    """State of an agent while it plays one trajectory."""
 
     output: Tail
     answer: str | None = None
     fault: str = ""
-    """Why the agent's own code failed: an exception, or an exit status."""
+    """Reason why the agent's own code failed: an exception, or an exit status; empty if it did not fail."""
     failure: str = ""
-    """Why its sandbox or the gateway failed."""
+    """Reason why the agent's sandbox or the gateway failed; empty if neither failed."""
     ran_out: bool = False
-    """True if its time is up."""
+    """True if the agent's time is up."""
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the program's whole environment: a home of its own, and the given variables."""
+    """Return all environment variables of the program: its own home folder, and the given variables."""
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
     return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
-    """Run a program and return its exit status; a negative one is the signal that ended it. In any case none of its
-    processes outlives this call, or this process.
+    """Run a program and return its exit status, or -N if signal N ended it. At the end of this call, even if it is
+    cancelled or this process dies, all of the program's processes are killed.
 
     Raises:
         OSError: the program can't be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *kept(command),
+        *supervised(command),
         cwd=folder,
         env=dict(env),
         stdin=asyncio.subprocess.PIPE,
@@ -205,14 +205,14 @@ async def _read(stream: asyncio.StreamReader, output: Tail) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that a program filled, however deep it is. What can't be removed is logged, never raised."""
+    """Remove a folder that a program filled, however deep it is. Log a failure instead of raising it."""
     if (problem := level.remove_folder(str(folder))) is not None:
         log.warning("%s can't be removed: %s", folder, problem)
 
 
 LEASE_TIMEOUT_S = 300.0
 _SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
-"""Spec for a trajectory whose task sets none."""
+"""Sandbox spec for tasks that have none."""
 _MOST_OUTPUT_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
 _ENVIRONMENT = {
@@ -234,13 +234,13 @@ async def play(
     spec: SandboxSpec | None,
     admit: Admit,
 ) -> None:
-    """Run the program to its end, and read its answer.
+    """Run the program in a sandbox to its end, and put its answer into `playing`.
 
     Args:
-        spec: the task's requirements.
-        admit: serves the trajectory's session to every connection, for the length of a block.
+        spec: the task's requirements of the sandbox.
+        admit: context manager that serves the trajectory's session to every connection of the sandbox.
     Raises:
-        SandboxError: the sandbox failed, or there is none.
+        SandboxError: the sandbox failed, or no sandbox is available.
     """
     spec = replace(spec or _SPEC, loopback=True)
     async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
@@ -263,7 +263,8 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
     environment = _ENVIRONMENT | here | call.environment | dict(settings.env)
     assignments = [f"{name}={value}" for name, value in environment.items()]
     return await sandbox.run_command(
-        # Not in the sandbox's spec: each trajectory would have a different spec, and no sandbox could be prepared.
+        # Pass the variables in the command. In the sandbox's spec they would make each trajectory's spec different, and
+        # the pool could not prepare sandboxes.
         [*_IN_FOLDER, str(call.folder), *assignments, *(call.filled_in(argument) for argument in settings.command)],
         timeout_s=settings.timeout_s,
         max_output_bytes=_MOST_OUTPUT_BYTES,
@@ -271,7 +272,7 @@ async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> 
 
 
 async def _answer(sandbox: Sandbox, path: str, *, may_be_gone: bool) -> str:
-    """Return the answer; empty if the agent left none, or ended its sandbox."""
+    """Return the text of the agent's answer file; empty if there is none, or if the agent ended its sandbox."""
     try:
         return (await sandbox.read_file(path, max_bytes=_MAX_ANSWER_BYTES)).decode("utf-8", "replace")
     except (OSError, SandboxError) as error:

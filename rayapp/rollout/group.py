@@ -1,11 +1,12 @@
-"""Runs one group from prompt to rewards: G concurrent plays, each scored as soon as it ends.
+"""Runs one group from prompt to rewards: G concurrent trajectories, each scored as soon as it ends.
 
     Problem, Agent --G times: play -> Trajectory, verdict -> Reward--> Group, GroupSummary
 
-Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. A trajectory
-that fails for other reasons than the policy gets an ERROR_* status and raises no exception: whatever an agent, tool,
-environment, task or judge raises or returns affects only its own trajectory. Only errors of `verdict.ENDS_GROUP` are
-raised.
+Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Problem`. If an agent,
+tool, environment, task or judge raises an exception or returns nonsense, only its own trajectory fails: it gets an
+ERROR_* status. Only the errors in `verdict.ENDS_GROUP` end the whole group.
+
+`play_terms` are numbers about a trajectory for metrics, recorded beside the reward's own terms.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,15 +35,15 @@ from rayapp.core.types import (
     SamplingParams,
     Trajectory,
 )
-from rayapp.rollout.agent.outcome import play_terms, tool_rewards, with_reward, with_terms
 from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
 from rayapp.rollout.problem import Agent, Problem
 from rayapp.rollout.recorder import Recorder, failed
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error
-from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, named, settled, verdict
+from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, ToolRewards, named, settled, verdict
 
 if TYPE_CHECKING:
     from rayapp.tasks.judges.judging import Judging  # imports aiohttp
+
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +61,19 @@ async def run_group(
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Let the agent play a problem `group_size` times, and score each play.
+    """Let the agent play a problem `group_size` times, and score each trajectory.
 
     Args:
         problem: problem with its prompt.
         sandboxes: source of the sandboxes in which answers are scored.
-        judging: compares the trajectories of training groups; evaluation's samples of a prompt are not compared.
-        sampling: sampling of every trajectory; seed and stop texts are filled in here.
+        judging: the source's judges; None if it has none. Judges that compare trajectories do so in training only.
+        sampling: sampling settings of every trajectory; this function fills in seed and stop texts.
         seed: the run's seed.
-        deadline_s: trajectories not finished by then are recorded as failed.
+        deadline_s: time limit of the whole group; trajectories that have not finished by then fail.
     Raises:
         StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the requested version; the whole
         group is lost.
-        ProcessDiedError, ObjectsLostError: another process of ours is gone.
+        ProcessDiedError, ObjectsLostError: another process of rayapp has died.
         SandboxConfigError: this configuration can never provide a sandbox.
     """
     started, prompt = time.monotonic(), problem.prompt
@@ -104,12 +106,11 @@ async def run_group(
 async def _in_time(
     scored: Callable[[], Awaitable[Trajectory]], place: _CohortPlace, prompt: Prompt, deadline_s: float
 ) -> Trajectory:
-    """Return the scored trajectory; a failed one if the agent or an engine fails, or the time is up."""
+    """Return the scored trajectory, or a failed one if the agent or the engine fails, or if the time is up."""
     try:
         async with asyncio.timeout(deadline_s):
             if not prompt.token_ids.size:
-                # An external agent writes its own prompts and may call late: don't let the cohort wait for its first
-                # call.
+                # An external agent writes its own prompts and may call late: the cohort should not wait for its call.
                 await place.fill()
             played = await scored()
         await place.fill()
@@ -118,7 +119,7 @@ async def _in_time(
         # The server failed, not this trajectory: the whole group is sampled again on another server.
         raise
     except (EngineError, DeadlineError) as error:
-        # A DeadlineError is a TimeoutError too, but one of a server or the sandbox pool: its message names the process.
+        # A DeadlineError, a subclass of TimeoutError, is from a server or the sandbox pool: its message names which.
         return failed(_unplayed(prompt), RolloutStatus.ERROR_ENGINE, str(error), kind="engine")
     except TimeoutError:
         await place.fill()
@@ -140,14 +141,14 @@ def _failed_play(error: BaseException) -> Exception:
 
 
 async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajectory:
-    """Play once. A plug-in's trajectory is checked, because terms and arrays of the whole group depend on it."""
+    """Play once, and check the trajectory: a plug-in may have made it, and the group's arrays depend on it."""
     played: object = await agent.play(problem, engine=place, sampling=place.sampling, request_id=place.request_id)
     if not isinstance(played, Trajectory):
-        raise TypeError(f"it gave a {type(played).__name__}, not a Trajectory")
+        raise TypeError(f"it returned a {type(played).__name__}, not a Trajectory")
     if not played.token_ids.shape == played.response_mask.shape == played.rollout_log_probs.shape:
         raise ValueError("its token_ids, response_mask and rollout_log_probs differ in length")
     if not isinstance(played.completion_text, str):
-        raise TypeError(f"its answer is a {type(played.completion_text).__name__}, not a text")
+        raise TypeError(f"its completion_text is a {type(played.completion_text).__name__}, not a str")
     gained = tool_rewards(played)
     for value in (gained.calls, gained.verdicts, *play_terms(played).values()):
         storable(value)
@@ -157,11 +158,11 @@ async def _played(agent: Agent, problem: Problem, place: _CohortPlace) -> Trajec
 async def reward_of(
     problem: Problem, played: Trajectory, sandboxes: SandboxSource, *, seed: int, judging: Judging | None = None
 ) -> Reward:
-    """Return the reward of a trajectory; if it failed, its invalid reward. `seed` draws hidden tests."""
+    """Return the reward of a trajectory; for a failed trajectory its invalid reward. `seed` draws the hidden tests."""
     reward = settled(played.reward)
     if not played.status.is_error:
         reward = await verdict(
-            lambda: problem.truth(problem, played, sandboxes, seed),
+            lambda: problem.score(problem, played, sandboxes, seed),
             weights=problem.weights or PLAIN,
             tools=tool_rewards(played) if problem.weights is not None else None,
             judge=partial(judging.with_scores, problem.prompt, played.completion_text) if judging is not None else None,
@@ -172,7 +173,8 @@ async def reward_of(
 async def _compared(
     judging: Judging, prompt: Prompt, trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[Trajectory]:
-    """Return the trajectories with the scores of judges that compare them; invalid if that fails or takes too long."""
+    """Return the trajectories with the scores of judges that compare them. If the comparison fails or takes too long,
+    their rewards are invalid."""
     texts, known = [each.completion_text for each in trajectories], [each.reward for each in trajectories]
     try:
         async with asyncio.timeout(timeout_s):
@@ -187,16 +189,16 @@ async def _compared(
 
 
 def _unplayed(prompt: Prompt) -> Trajectory:
-    """Return a trajectory without a response: it fills its place in the group, and is not trained on."""
+    """Return a trajectory without a response, which stands for a failed one in the group and is not trained on."""
     return Recorder(prompt.token_ids.tolist()).trajectory()
 
 
 class _CohortPlace:
-    """Engine of one trajectory, which keeps the trajectory's place among the requests that are admitted together.
+    """Engine of one trajectory that makes sure that the trajectory sends at least one request.
 
     A server waits for the first request of every trajectory in a cohort. A trajectory that fails before its first
-    request (for example, its tool can't be made) would delay all others until their deadline, so `fill` sends a request
-    for it.
+    request (for example, its tool can't be made) would delay all others until their deadline. For such a trajectory
+    `fill` sends a request.
     """
 
     def __init__(self, engine: RolloutEngine, request_id: RequestId, prompt: Prompt, sampling: SamplingParams) -> None:
@@ -229,5 +231,49 @@ class _CohortPlace:
             prompt_ids = self._prompt.token_ids.tolist() or [0]
             await self._engine.generate(self.request_id._replace(turn=0), prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
-            # This trajectory has failed already; those that need the engine will report its error.
-            log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)
+            # This trajectory has failed already; other trajectories will report the engine's error.
+            log.info("%s: no request could be sent for it to its cohort: %s", self.request_id, error)
+
+
+def with_terms(reward: Reward, played: Trajectory) -> Reward:
+    """Return the reward with the terms of `play_terms` added."""
+    return replace(reward, terms={**reward.terms, **play_terms(played)})
+
+
+def tool_rewards(played: Trajectory) -> ToolRewards:
+    """Return the sums of the rewards that the trajectory's tools gave."""
+    calls = sum(call.reward for call in played.calls if call.reward is not None)
+    return ToolRewards(calls=calls, verdicts=sum(played.tool_rewards.values()))
+
+
+def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    """Return the trajectory with this reward. If the reward is invalid, the trajectory's status becomes a failure."""
+    status = trajectory.status
+    if not reward.valid and not status.is_error:
+        is_own = reward.failure_kind.startswith(("reward_", "judge_"))
+        status = RolloutStatus.ERROR_REWARD if is_own else RolloutStatus.ERROR_SANDBOX
+    return replace(trajectory, reward=reward, status=status)
+
+
+def play_terms(played: Trajectory) -> dict[str, float]:
+    """Return numbers about a trajectory that are recorded beside the reward's own terms.
+
+    Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
+    "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.
+    """
+    calls = played.calls
+    failures = Counter(call.failure for call in calls if call.failure)
+    step_rewards = [call.reward for call in calls if call.reward is not None]
+    terms: dict[str, float] = {
+        "num_turns": float(len(played.turns)),
+        "tool/calls": float(len(calls)),
+        "tool/failed": float(sum(failures.values())),
+        "tool/time_s": sum(call.duration_s - call.waited_s for call in calls),
+        "tool/wait_s": sum(call.waited_s for call in calls),
+    }
+    terms |= {f"tool/failed/{kind}": float(count) for kind, count in failures.items()}
+    terms |= {f"agent/{name}": value for name, value in played.agent_counts.items()}
+    terms |= {f"tool/reward/{name}": value for name, value in played.tool_rewards.items()}
+    if step_rewards:
+        terms["tool/step_reward"] = float(sum(step_rewards))
+    return terms

@@ -1,16 +1,16 @@
-"""The prompt of the n-th group of a run, and all of the group's seeds.
+"""Determines the source, the prompt and all seeds of the n-th group of a run.
 
-Both are pure functions of (run seed, group id): resuming in the middle of an epoch needs no saved state, and a group
-that is generated again, after a crash or on another worker, is the same group.
+Prompt and seeds are pure functions of (run seed, group id): resuming in the middle of an epoch needs no saved state,
+and a group that is generated again, after a crash or on another worker, is the same group.
 
-`Mixing` gives a group's source: a pure function of the ratios, the run's seed and the group's id.
+`Mixing` determines a group's source, a pure function of the ratios, the run's seed and the group's id.
 
-    round 0: A B A C A B A x …   round 1: the same, except the slots x, whose owners change
+    round 0: A B A C A B A x …   round 1: the same, except that the slots x go to other sources
 
-Groups come in rounds of 100. A source with share p owns floor(100 p) slots, the same in every round; each remaining
-slot of a round goes to one of the sources that are furthest behind. So among any 100 consecutive groups a source has
-100 p groups, rounded down or up, and over the run it deviates by only a few groups. An order that deviates by at most
-one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
+Groups come in rounds of 100 slots. A source with share p has floor(100 p) fixed slots, the same in every round; each
+remaining slot of a round goes to one of the sources that are furthest behind their share. So among any 100 consecutive
+groups a source has 100 p groups, rounded down or up, and over the run it deviates by only a few groups. An order that
+deviates by at most one group over windows of *every* length exists for two sources, but not for three (Fraenkel).
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
-"""Most trajectories at once in one rollout worker: with more, one round of its event loop takes so long that the worker
-seems to hang."""
+"""Maximum number of trajectories at once in one rollout worker: with more, one pass of its event loop takes so long
+that the worker seems to hang."""
 ANY_VERSION = -1
 """Policy version of a request that any weights may serve, as in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohort:
-    """Groups that start together. Only their number is stored: with a list of ids in each group, a step of n groups
-    would send n * n ids. A server admits its requests of a cohort together, so that its batches, and the last bits of
-    its log-probs, don't depend on arrival times."""
+    """Cohort of a group: the groups that start together, given by their number.
+
+    A server admits its requests of a cohort together, so that its batches, and the last bits of its log-probs, don't
+    depend on arrival times. There is no list of ids: in a step of n groups, n lists of n ids would be sent.
+    """
 
     place: int
-    """Place of this group in its cohort. Not the group's id: dynamic sampling leaves gaps in ids."""
+    """Index of this group in its cohort. It is independent of the group's id: dynamic sampling leaves gaps in ids."""
     size: int
+    """Number of groups in the cohort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,38 +60,38 @@ class GroupRequest:
 
     group_id: int
     policy_version: int
-    """Policy version that must sample it."""
+    """Policy version that must sample the group."""
     cohort: Cohort | None = None
-    """Groups admitted together with this one. None: it starts alone."""
+    """Cohort of the group; None if the group starts alone."""
     prompt: int | None = None
-    """Place of its prompt in the first epoch's order of its source, if a curriculum chose it. None: the next prompt in
-    turn."""
+    """Index of the prompt in the first epoch's order of its source, if a curriculum chose it. None for the next prompt
+    in order."""
     source: int | None = None
-    """Index of its source, if a curriculum chose it. None: by the ratios."""
+    """Index of the source, if a curriculum chose it. None: the ratios determine it."""
     server: int | None = None
-    """Index of the server that samples all of its turns. None until the driver's `Router` has chosen it."""
+    """Index of the server that samples all turns. None until the driver's `Router` has chosen it."""
     has_greedy_baseline: bool = False
-    """If True, its last trajectory is sampled at temperature 0, as ReMax's baseline for the others."""
+    """True if the last trajectory is sampled at temperature 0: with ReMax it is the baseline of the others."""
     purpose: Literal["group", "eval"] = "group"
-    """As in `RequestId`."""
+    """Purpose of the group, as in `RequestId`."""
 
     @property
     def place(self) -> int:
-        """Place of its prompt in its source, counted through all epochs."""
+        """Index of the group's prompt in the order of its source, counted through all epochs."""
         return self.group_id if self.prompt is None else self.prompt
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
-    """Return the position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all
-    prompts."""
+    """Return the index of the prompt of group `group_id`. Each epoch is one seeded permutation of all prompts."""
     return index_in_epochs(group_id, number=num_prompts, seed=seed, what="prompt-order")
 
 
 def index_in_epochs(place: int, *, number: int, seed: int, what: str) -> int:
-    """Return which of `number` things comes at this place; each epoch is one seeded permutation of all of them.
+    """Return the index of the item at position `place` of an endless sequence. Each epoch of the sequence is one seeded
+    permutation of `number` items.
 
     Args:
-        what: kind of the things: different kinds have different orders under one seed.
+        what: kind of the items; each kind has its own order under one seed.
     """
     epoch, position = divmod(place, number)
     return _order_of_epoch(what, epoch, number, seed)[position]
@@ -109,37 +112,40 @@ def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
 def sampling_of(
     request: GroupRequest, sampling: SamplingParams, index: int, *, group_size: int, seed: int
 ) -> SamplingParams:
-    """Return the sampling of a group's `index`-th trajectory, made from the group's `sampling`."""
+    """Return the sampling settings of a group's `index`-th trajectory, made from the settings of the group."""
     own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
     return replace(own, temperature=0.0) if request.has_greedy_baseline and index == group_size - 1 else own
 
 
 def scoring_seed(group_id: int, *, seed: int) -> int:
-    """Return the seed that draws a group's hidden tests: equal for all its trajectories, which are compared with each
-    other."""
+    """Return the seed that draws a group's hidden tests. All its trajectories get the same tests, so that their rewards
+    can be compared."""
     return _mix(seed, group_id, 0)
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """Return the seed of an external agent's call, from its trajectory's seed."""
+    """Return the seed of call `number` of an external agent, made from its trajectory's seed."""
     return _mix(seed, number)
 
 
 def evaluation_seed(seed: int) -> int:
-    """Return the run seed of evaluation, which samples and draws tests differently from training."""
+    """Return the seed that evaluation uses instead of the run's: its samples and tests differ from training's."""
     return _mix(seed, MAX_SEED)
 
 
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
-    """Split the prompts of an evaluation into parts that run at once, each with at most as many trajectories as a
-    training step, the load for which servers, tools and sandboxes are configured."""
+    """Split the prompts of an evaluation into waves, which run one after the other. Returns the prompts' indices.
+
+    A wave has at most as many trajectories as a training step: servers, tools and sandboxes are configured for this
+    load.
+    """
     at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 
 
 def max_groups_at_once(config: Config) -> int:
-    """Return the number of groups that the rollout workers may have at once; others wait in the driver."""
+    """Return the maximum number of groups that the rollout workers run at once; other groups wait in the driver."""
     return max(1, _max_trajectories(config) // config.rollout.group_size)
 
 
@@ -148,17 +154,17 @@ def _max_trajectories(config: Config) -> int:
 
 
 def _mix(*words: int) -> int:
-    # SeedSequence instead of a sum: seeds of neighbouring groups and runs must not collide.
+    # Mix with SeedSequence: sums would give neighbouring groups and runs the same seeds.
     return int(np.random.SeedSequence(words).generate_state(1, np.uint32)[0] & MAX_SEED)
 
 
 def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
-    """Return the index of the server that samples the group at this place."""
+    """Return the index of the server that samples the group with this `cohort.place`."""
     return cohort.place % num_servers
 
 
 def neighbours(cohort: Cohort | None, num_servers: int) -> int:
-    """Return the number of groups of the cohort that this group's server admits together, itself included; 1 without a
+    """Return the number of groups that this group's server admits together with it, the group included; 1 without a
     cohort."""
     if cohort is None:
         return 1
@@ -169,14 +175,14 @@ ROUND = 100
 
 
 class Mixing:
-    """Order of a run's sources; see the module.
+    """Determines the source of each group of a run; see the module.
 
     Args:
-        ratios: relative number of groups of each source; above 0, with any sum.
+        ratios: share of groups of each source: positive numbers with any sum.
     """
 
     def __init__(self, ratios: Sequence[float], *, seed: int) -> None:
-        # Read the decimals as written: 0.1 is exactly a tenth.
+        # Convert via the decimal text, so that 0.1 is exactly a tenth.
         exact = [Fraction(str(ratio)) for ratio in ratios]
         denominator = lcm(*(ratio.denominator for ratio in exact))
         self._weights = [int(ratio * denominator) for ratio in exact]
@@ -186,9 +192,9 @@ class Mixing:
         self._slots = _spread([*self._fixed, self._num_free])
         self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
         self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
-        """For each round, the number of groups of each source before it."""
+        """Per round, the number of groups of each source before the round."""
         self._owners: list[tuple[int, ...]] = []
-        """For each round but the last of `_before`, the source that owns each of the free slots."""
+        """Per round, the source of each remaining slot. This list has one round fewer than `_before`."""
         self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
 
     def place(self, group_id: int) -> tuple[int, int]:
@@ -208,7 +214,7 @@ class Mixing:
     def _add_round(self) -> None:
         certain = [count + fixed for count, fixed in zip(self._before[-1], self._fixed, strict=True)]
         due = [len(self._before) * ROUND * weight for weight in self._weights]
-        # A source whose share is a whole number of slots never gets a free slot.
+        # A source whose share is a whole number of slots never gets a remaining slot.
         waiting = [index for index, weight in enumerate(self._weights) if ROUND * weight % self._total]
         waiting.sort(key=lambda index: certain[index] * self._total - due[index])
         lucky = set(waiting[: self._num_free])
@@ -221,15 +227,19 @@ class Mixing:
 
 
 def _handed_over(owners: Sequence[int], now: set[int]) -> tuple[int, ...]:
-    """Return the owners of a round's free slots, given the owners in the round before: a source that stays keeps its
-    slot."""
+    """Return the sources of a round's remaining slots.
+
+    Args:
+        owners: sources of these slots in the round before. A source that has a slot again keeps the same one.
+        now: sources that get a slot in this round.
+    """
     coming = iter(sorted(now.difference(owners)))
     return tuple(owner if owner in now else next(coming) for owner in owners) or tuple(coming)
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    """Return a sequence that holds i `counts[i]` times, as evenly as possible: each place goes to the source furthest
-    behind."""
+    """Return a sequence with each index i `counts[i]` times, spread as evenly as possible: the next element is always
+    the index that is furthest behind its share."""
     total, given = sum(counts), [0] * len(counts)
 
     def lag(index: int) -> int:

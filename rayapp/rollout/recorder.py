@@ -1,15 +1,15 @@
-"""Records the tokens that one play of a prompt read and sampled: token ids, mask, log-probs, and each turn's text.
+"""Records a trajectory's tokens, read and sampled: token ids, mask, log-probs, and each turn's text.
 
-`AgentPrompt` is the start of a play, a `Trajectory` its record. The agent loop and tasks of one turn record a
-conversation, each turn after the last token; a session of the gateway records a tree:
+`AgentPrompt` is the start of a play, a `Trajectory` its record. The agent loop and tasks of one turn record one
+conversation, in which each turn follows the last token. A session of the gateway records a tree:
 
     add_turn(after=-1, [1, 2], sampled [3])    1 2 3
     add_turn(after=2, [4], sampled [5])        1 2 3 4 5              continues
     add_turn(after=1, [], sampled [6])         1 2 3 4 5 | 6          a retry: 6 was sampled after 1 2
 
-Tokens are stored in the order of the turns, and `forks` lists each token that does not continue from the one before it.
-Tokens that several turns read are stored once, even if an agent sends them again from the start. A sampled turn is
-always stored, even if it equals another.
+Tokens are stored in the order of the turns, and `forks` lists each token that does not continue from the token before
+it. Tokens that several turns read are stored once, even if an agent sends them again from the start. A sampled turn is
+always stored, even if it equals another turn.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ class AgentLimits:
     """Limits of a trajectory's length."""
 
     max_response_tokens: int
-    """Tokens after the prompt, over all turns, tool results included."""
+    """Maximum tokens after the prompt, over all turns, tool results included."""
     max_assistant_turns: int = 5
-    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer, as the policy
-    would not read their results."""
+    """Maximum turns of the policy. Calls in the last turn run only if one of them hands in the answer, because the
+    policy would not read their results."""
     max_calls_per_turn: int = 8
-    """Calls of one turn that are run; the others get an error as their result."""
+    """Maximum calls of one turn that run; further calls get an error as their result."""
     max_tool_output_chars: int = 1024
-    """A longer tool result is cut."""
+    """Maximum characters of a tool result; longer ones are cut."""
     cut_side: CutSide = "middle"
     """Part of a long tool result to keep: left (the beginning), right (the end), or middle (both ends)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPrompt:
-    """Inputs at the start of a play."""
+    """Inputs of an agent loop at the start of a trajectory."""
 
     token_ids: tuple[int, ...]
-    """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
+    """Token ids of the prompt, rendered once for all trajectories of a group."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By tool: the data row's `extra_info.tools_kwargs`, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}."""
+    """The data row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files of the workspace at the start, by relative path."""
+    """Relative path -> text of the workspace's files at the start."""
     packages: tuple[str, ...] = ()
-    """Packages preloaded in the workspace."""
+    """Python packages that the workspace preloads."""
     spec: SandboxSpec | None = None
-    """Spec of the workspace's sandbox."""
+    """Spec of the workspace's sandbox; None leaves it to the tools."""
     setup: tuple[str, ...] = ()
-    """Command that runs in the workspace first."""
+    """Command that runs in the workspace before the first call; empty for none."""
     first_turn: int = 0
-    """Number of the first turn: 1 if another request took the trajectory's place in its cohort."""
+    """Number of the first turn. It is 1 if the trajectory has already sent a request, with number 0, to its cohort."""
 
 
 _FAILURE_KINDS = {
@@ -93,8 +93,8 @@ def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str
     """Return the trajectory marked as failed for a reason other than the policy.
 
     Args:
-        failure: the reason, in one line.
-        kind: failure kind of the invalid reward; empty: the status.
+        failure: reason of the failure, in one line.
+        kind: failure kind of the invalid reward; empty for the status.
     """
     reward = Reward.invalid(kind or _FAILURE_KINDS.get(status, "unscored"), failure)
     return replace(played, status=status, reward=reward)
@@ -106,10 +106,10 @@ _TOKEN = np.dtype(
 
 
 class Recorder:
-    """Tokens of one play; see the module.
+    """Recorded tokens of one trajectory; see the module.
 
     Args:
-        prompt_ids: prompt of the trajectory; empty: each conversation has its own.
+        prompt_ids: prompt of the trajectory; empty if each conversation has its own prompt.
     """
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
@@ -118,11 +118,11 @@ class Recorder:
         self.turns: list[TurnRecord] = []
         self._tokens = np.empty(1024, _TOKEN)
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
-        """(indices, experts): recorded experts of tokens. Each token is in one entry, that of the first turn that
-        computed it."""
+        """Pairs (indices of tokens, experts that the engine routed them to). A token is in the entry of the first turn
+        that computed it, and in no other."""
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
-        """Starts of forks, by the index of the token that they continue from."""
+        """Index of a token -> indices of the forks that continue from it."""
         self.add_read(prompt_ids)
 
     def trajectory(
@@ -133,12 +133,12 @@ class Recorder:
         answer: str | None = None,
         agent_output: str = "",
     ) -> Trajectory:
-        """Return the record.
+        """Return the recorded tokens as a trajectory.
 
         Args:
-            status: how the play ended.
-            failure: see `failed`; only with an ERROR_* status.
-            answer: answer that was handed in; None: the text of the last turn.
+            status: status of the trajectory.
+            failure: reason of the failure; only with an ERROR_* status.
+            answer: answer that was handed in; None for the text of the last turn.
         """
         tokens, turns = self._tokens[: self.size], self.turns
         said = turns[-1].text if turns else ""
@@ -169,7 +169,7 @@ class Recorder:
         """Sample one turn after the last token, and record it.
 
         Args:
-            text_of: gives the turn's text for its record, tools and rewards.
+            text_of: function that returns the turn's text, for its record, tools and rewards.
         Raises:
             EngineError: the engine can't generate.
         """
@@ -197,28 +197,29 @@ class Recorder:
         return experts
 
     def num_routed(self, last: int) -> int:
-        """Return the number of leading tokens, up to the one at `last`, whose experts are known."""
+        """Return the number of leading tokens, on the path that ends at `last`, whose experts are recorded."""
         return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
 
     def context(self, last: int) -> list[int]:
-        """Return the tokens up to the one at `last`, as an engine reads them; empty for -1."""
+        """Return the ids of the path that ends with the token at `last`, as an engine reads them; empty for -1."""
         path = path_to(last, self.forks) if self.forks else slice(last + 1)
         ids: list[int] = self._tokens["id"][path].tolist()
         return ids
 
     def sampled_ids(self, turn: int) -> list[int]:
-        """Return the tokens of a turn, by its number."""
+        """Return the sampled ids of the turn with this number."""
         ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
     def num_new(self, after: int, ids: Sequence[int]) -> int:
-        """Return the number of tokens, read after the one at `after`, that the tree doesn't hold yet."""
+        """Return the number of `ids`, read after the token at `after`, that the tree doesn't have yet."""
         return len(ids) - self._known(after, np.asarray(ids, np.int32))[1]
 
     def add_turn(
         self, after: int, read_ids: Sequence[int], completion: Completion, *, text: str, started_at_s: float
     ) -> tuple[int, int]:
-        """Record the tokens read after the token at `after` (-1: a new conversation), and the turn sampled then.
+        """Record tokens that are read after the token at `after`, and the turn sampled after them. -1 for `after`
+        begins a new conversation.
 
         Returns:
             Indices of the last read token and of the last sampled token.
@@ -235,14 +236,14 @@ class Recorder:
         if completion.routed_experts is None:
             return
         path = path_to(last, self.forks)
-        # All tokens up to the last but one; concurrent turns may have recorded some of these already.
+        # Experts of all tokens of the path but the last; concurrent turns may have recorded some of them already.
         indices = path[path.size - 1 - len(completion.routed_experts) : -1]
         is_new = ~self._tokens["is_routed"][indices]
         self._experts.append((indices[is_new], completion.routed_experts[is_new]))
         self._tokens["is_routed"][indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
-        """Return the index of the last token that the tree holds already, and the number of such tokens."""
+        """Return the index of the last of these tokens that the tree has already, and the number of such tokens."""
         num_known = 0
         while num_known < ids.size:
             found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]
@@ -253,7 +254,7 @@ class Recorder:
         return after, num_known
 
     def _next(self, after: int) -> list[int]:
-        """Return the starts of the runs that continue from the token at `after`."""
+        """Return the indices of the tokens that continue from the token at `after`."""
         is_inside = after + 1 < self.size and self._starts[bisect_right(self._starts, after + 1) - 1] != after + 1
         is_first = after == -1 and self.size > 0
         return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
@@ -283,7 +284,8 @@ class Recorder:
 
 
 def cut_completion(completion: Completion, num_tokens: int) -> Completion:
-    """Return the completion as if sampled with `max_tokens` of that number; the caller cuts its text."""
+    """Return the completion's first `num_tokens` tokens, as if it were sampled with this `max_tokens`. Its text is not
+    cut."""
     if completion.token_ids.size <= num_tokens:
         return completion
     spans, left = list[VersionSpan](), num_tokens

@@ -4,7 +4,7 @@
                                         |-- source 0: Listed | RowFiles, an agent, judges
                                         '-- source 1: …
 
-Opened once per rollout worker, which reports unusable files, templates and tool services at its start.
+Each rollout worker opens the sources once, so that it reports unusable files, templates and tool services at its start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ProblemSet(Protocol):
-    """Problems of one source, in an order that depends only on seed and place."""
+    """Problems of one source, in an order that depends only on the seed and a request's `place`."""
 
     @property
     def num_train(self) -> int:
@@ -51,14 +51,14 @@ class ProblemSet(Protocol):
 
     @property
     def num_eval(self) -> int:
-        """Number of problems in one evaluation; a request of purpose `eval` names one by its place."""
+        """Number of problems in one evaluation. The `place` of a request with purpose `eval` is a problem's index."""
         ...
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         """Return the problem of a group, with its prompt.
 
         Args:
-            request: its `place` counts only the groups of this source.
+            request: request whose `place` counts only the groups of this source.
             seed: seed of the run.
         Raises:
             InputError: the agent can't play the problem.
@@ -68,14 +68,14 @@ class ProblemSet(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RowFiles:
-    """Rows of data files; training group N is row N of the run, on whichever worker it runs."""
+    """Rows of data files. Training group N takes row N of the run's order, whichever worker runs it."""
 
     agent: Agent
     rewards: AnswerRewards
     train: TrainingData | None
     held_out: TrainingData | None
     max_eval: int = 0
-    """Most rows to evaluate, from the first; 0: all."""
+    """Maximum number of rows to evaluate, counted from the first; 0 for all."""
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
@@ -91,19 +91,20 @@ class RowFiles:
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
         assert rows is not None, "the driver checks which files a command needs"
-        # One at a time: two groups that need the same new window of rows would both load it.
+        # Read one problem at a time: two groups that need the same window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
         return await prompted(problem_of_row(row, self.rewards), self.agent)
 
 
 class Listed:
-    """The tasks in `config.tasks`; evaluation takes each of `config.eval.tasks` once, or of these.
+    """The tasks in `config.tasks`, and those in `config.eval.tasks` for evaluation. If there are no tasks for
+    evaluation, evaluation takes each training task once.
 
     Args:
-        train, held_out: tasks, each with its prompt.
-        problem_of: makes the problem of a task.
-        max_eval: most tasks to evaluate, from the first; 0: all.
+        train, held_out: pairs of a task and its prompt, for training and for evaluation.
+        problem_of: function that makes the problem of a task.
+        max_eval: maximum number of tasks to evaluate, counted from the first; 0 for all.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Listed:
 
     @classmethod
     async def open(cls, config: Config, agent: Agent, train: Sequence[Task], held_out: Sequence[Task]) -> Listed:
-        """Make the set, with prompts by the agent.
+        """Return the set of problems, with the prompts that the agent renders.
 
         Raises:
             UserError: the agent can't play a task, or a prompt is longer than rollout.max_prompt_tokens.
@@ -187,7 +188,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
 
 
 def answer_rewards(config: Config) -> AnswerRewards:
-    """Return the section `reward` in the form that the rules use."""
+    """Return the settings of the section `reward` for scoring data rows."""
     section = config.reward
     return AnswerRewards(
         method=section.method,
@@ -202,17 +203,17 @@ def answer_rewards(config: Config) -> AnswerRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSource:
-    """One source, ready to be played."""
+    """One source with its problems, agent and judges."""
 
     config: Config
-    """The run's configuration with the source's own settings."""
+    """The run's configuration, in which the source's own settings replace the run's."""
     problems: ProblemSet
     agent: Agent
     name: str = ""
     judging: Judging | None = None
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
-        """Return the problem of a group, named after the source. Raises InputError as `ProblemSet.problem`."""
+        """Return the problem of a group, with the source's name. Raises InputError like `ProblemSet.problem`."""
         found = await self.problems.problem(request, seed=seed)
         return replace(found, prompt=replace(found.prompt, source=self.name))
 
@@ -223,7 +224,7 @@ class Sources:
     Args:
         ratios: share of each source.
         seed: seed of the run.
-        judges: judges that sources name; None if none does.
+        judges: judges of all sources; None if no source has any.
     """
 
     def __init__(self, ratios: Sequence[float], *, seed: int, judges: Judges | None = None) -> None:
@@ -233,7 +234,8 @@ class Sources:
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
-        """Number of prompts of one evaluation, by source. Requests of purpose `eval` count through all sources."""
+        """Number of prompts of one evaluation, by source. The ids of groups with purpose `eval` count through all
+        sources."""
         return tuple(source.problems.num_eval for source in self.opened)
 
     @property
@@ -242,12 +244,12 @@ class Sources:
         return tuple(source.problems.num_train for source in self.opened)
 
     def of(self, request: GroupRequest) -> tuple[OpenSource, GroupRequest]:
-        """Return the source of a group, and the request with its place among the groups of that source."""
+        """Return the source of a group, and the request with the group's index among the groups of this source."""
         index, place = self._place(request)
         return self.opened[index], replace(request, prompt=place)
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
-        """Return the index of the request's source, and the group's place within that source."""
+        """Return the index of the request's source, and the group's index among the groups of this source."""
         if request.purpose == "eval":
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
@@ -257,7 +259,7 @@ class Sources:
         return request.source or 0, request.place
 
     async def close(self) -> None:
-        """Close the tools' resources, of all sources even if one fails."""
+        """Close the agents and judges of all sources, even if closing one fails."""
         closing = [source.agent.close() for source in self.opened]
         if self._judges is not None:
             closing.append(self._judges.close())
@@ -271,7 +273,7 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
     """Open the sources of a run.
 
     Raises:
-        UserError: a task, a file, the chat template or a tool can't be used; with the name of its source.
+        UserError: a task, a file, the chat template or a tool can't be used; the message begins with the source's name.
     """
     config = await asyncio.to_thread(with_local_model, config)
     own, judges = sources_of(config), open_judges(config)
@@ -294,7 +296,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
     """Return the judges of a rollout worker; None if the run has none. Raises ConfigError: a key is not set.
 
     Args:
-        of_run: include judges on the run's own servers.
+        of_run: True includes judges that run on the run's own servers.
     """
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
     used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
@@ -308,7 +310,7 @@ def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
 async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
     rewards = answer_rewards(config)
     if rewards.custom is not None:
-        # Its imports may take seconds, which would block every trajectory of this process.
+        # Load the user's function in a thread: its imports may take seconds, and would block the event loop.
         await asyncio.to_thread(rewards.custom.load)
     plays_outside = config.agent_name == EXTERNAL_AGENT
     agent: ExternalAgent | LoopAgent = (
@@ -324,7 +326,7 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
 
 
 async def _open_tasks(config: Config, sandboxes: SandboxSource) -> OpenSource:
-    # In a thread: an environment may have to be installed, and its process started.
+    # Load tasks in a thread: an environment may have to be installed and its process started.
     train = await asyncio.to_thread(load_tasks, config.tasks)
     held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
     agent = await _agent_of_tasks(config, sandboxes, (*train, *held_out))
@@ -348,7 +350,7 @@ async def _agent_of_tasks(config: Config, sandboxes: SandboxSource, tasks: Seque
 
 @contextmanager
 def naming(source: Source) -> Iterator[None]:
-    """Put the source's name in front of UserErrors that the block raises."""
+    """Context manager that puts the source's name in front of the message of a UserError."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: written aside, counted only when complete, pruned by age and by score.
+"""The checkpoints of one run: written under a temporary name, renamed when complete, deleted by age and score.
 
     checkpoints/  .pending-000012/          being written; nothing reads it
                   step=000010/{learner/, hf_model/, manifest.json}
@@ -8,8 +8,8 @@ A checkpoint counts only with its manifest, which names every file with its size
 before the folder is renamed. Sizes are always checked, checksums before a run resumes. The learners write the files;
 nothing here reads a tensor.
 
-`groups/` holds the store's finished groups that wait for training, and ids that are done early. Only asynchronous runs
-have it: a synchronous run generates its groups again, together, so that it repeats exactly.
+`groups/` holds the store's finished groups that wait for training, and ids of groups that were trained early. Only
+asynchronous runs have it: a synchronous run generates its groups again, together, so that it repeats exactly.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from rayapp.core.errors import CheckpointError, InputError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
 from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups, write_trajectories
+from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
-from rayapp.storage.hashing import XXH3, hash_files
 
 log = logging.getLogger(__name__)
 REFUSED = "manifest.refused.json"
-"""Name of a refused checkpoint's manifest, with the reason. The folder stays until the next save, for people."""
+"""Name of a refused checkpoint's manifest, with the reason. The folder stays until the next save, so that people can
+inspect it."""
 RESUMABLE = frozenset({"model", "optimizer"})
 """Contents that a run needs to resume exactly."""
 
@@ -118,7 +119,7 @@ class CheckpointFolder:
         return self.latest() if here and self._fetch_again(min(here)) else None
 
     def refuse(self, path: Path, why: str) -> None:
-        """Never resume from the checkpoint at `path`: it counts as torn from now on, and the next save deletes it."""
+        """Mark the checkpoint at `path` as unusable: no run resumes from it, and the next save deletes it."""
         self._verified.discard(path)
         with suppress(FileNotFoundError):  # refused already, by the thread that uploads
             manifest = json.loads((path / MANIFEST).read_text())
@@ -135,11 +136,11 @@ class CheckpointFolder:
         return bool(newer)
 
     def what_is_safe(self) -> str:
-        """Say, for people, from where the next start resumes."""
+        """Return a sentence for users: the checkpoint from which the next start continues."""
         newest = self.latest()
         if newest is None:
-            return "There is no whole checkpoint yet: the next start begins from scratch."
-        return f"The last whole checkpoint, {newest.path.name}, is intact: the next start goes on from it."
+            return "There is no complete checkpoint yet: the next run starts over."
+        return f"The next start continues from the last complete checkpoint, {newest.path.name}, which is intact."
 
     def clear_pending(self) -> None:
         """Remove leftovers of earlier attempts to save; no save may be running."""
@@ -281,7 +282,7 @@ class KeptGroups:
 
     waiting: tuple[Group, ...] = ()
     done_ahead: tuple[int, ...] = ()
-    """Ids above the first untrained one that have been trained or dropped: they overtook a straggler."""
+    """Ids of groups that were trained or dropped although a group with a lower id is not trained yet."""
 
     def write(self, checkpoint: Path, version: int) -> None:
         """Write into the folder of a checkpoint that is being written."""

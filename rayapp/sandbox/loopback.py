@@ -1,8 +1,8 @@
-"""The loopback of a sandbox: programs in the sandbox reach one service of this process, and nothing else outside.
+"""The loopback of a sandbox: programs in the sandbox reach one service of this process, and no other address outside.
 
     program in the sandbox -- TCP to 127.0.0.1:port --> accept(): a socket of this process
 
-Local sandboxes pass on a listening socket made inside; remote sandboxes run a relay (`providers/relay.py`).
+Local sandboxes pass out a listening socket that was made inside; remote sandboxes run a relay (`providers/relay.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox
 
 Accept = Callable[[], Awaitable[socket.socket]]
-"""Waits for the next connection. The program that connects may be hostile."""
+"""Function that waits for the next connection and returns its socket. The program that connects may be hostile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loopback:
-    """Address in the sandbox, and the way to accept connections to it."""
+    """Address in the sandbox, and a function that accepts connections to it."""
 
     port: int
     """Port of 127.0.0.1 in the sandbox."""
@@ -32,7 +32,7 @@ class Loopback:
 
 
 def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
-    """Open a sandbox's loopback for the length of a block.
+    """Return a context manager that opens a sandbox's loopback.
 
     Raises:
         SandboxConfigError: sandboxes of this provider have no loopback.
@@ -40,7 +40,7 @@ def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
     own: Callable[[], AbstractAsyncContextManager[Loopback]] | None = getattr(sandbox, "loopback", None)
     if own is None:
         raise SandboxConfigError(
-            f"agent.external.inside: sandboxes of {sandbox.provider} have no way to the policy; use local, e2b "
-            "or daytona"
+            f"agent.external.inside: programs in sandboxes of {sandbox.provider} can't reach the policy: use local, "
+            "e2b or daytona"
         )
     return own()

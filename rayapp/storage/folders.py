@@ -1,9 +1,10 @@
-"""Folders that count only when complete: files first, their manifest last; a claim keeps two writers apart.
+"""Stores folders: their files first, their manifest last. A folder is complete once its manifest exists.
 
     claim.json (conditional create) -> files in parallel, existing ones skipped -> manifest.json
 
 Readers read the manifest first and verify each file against it, so they never take a partial upload for a complete
-one. A claim names the content: an upload of the same content resumes, one of other content is refused.
+one. A claim prevents two writers at once: it has the content's digest, so an upload of the same content resumes, and an
+upload of other content is refused.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from pathlib import Path
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
 from rayapp.core.files import check_key, is_aside, storage_errors
-from rayapp.storage.base import ObjectInfo, Storage
-from rayapp.storage.hashing import hash_bytes, hash_file
+from rayapp.storage.base import ObjectInfo, Storage, hash_bytes, hash_file
 
 MANIFEST, CLAIM = "manifest.json", "claim.json"
 FORMAT = 1
 _AT_ONCE = 4
-"""Files in transfer at once; their parts share the storage's own limit."""
+"""Files in transfer at once. The storage limits the parts of all files together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,9 @@ class Manifest:
         try:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
-                raise StorageError(f"{where}: written by another version (format {raw['format']}, this reads {FORMAT})")
+                raise StorageError(
+                    f"{where}: written by another version (format {raw['format']}, this version reads {FORMAT})"
+                )
             files = {
                 check_key(key): ObjectInfo(key=key, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
                 for key, entry in raw["files"].items()
@@ -96,7 +98,8 @@ async def get_folder(storage: Storage, folder: Path) -> Manifest:
     manifest = await read_manifest(storage)
     if manifest is None:
         raise StorageNotFoundError(
-            f"{storage.uri} has no {MANIFEST}: it is not there, or its upload did not finish. Run the upload again."
+            f"{storage.uri} has no {MANIFEST}: the folder does not exist, or its upload did not finish. Run the upload "
+            "again."
         )
     await together(lambda info: _get_one(storage, folder, info), manifest.files.values(), at_once=_AT_ONCE)
     return manifest
@@ -118,7 +121,7 @@ async def put_missing(storage: Storage, path: Path, info: ObjectInfo) -> ObjectI
 
 
 async def delete_manifests_first(storage: Storage, keys: Sequence[str]) -> None:
-    """Delete objects, manifests first: a kill in between leaves no folder that looks complete and isn't."""
+    """Delete objects, manifests first, so that a kill in between leaves no incomplete folder with a manifest."""
     manifests = [key for key in keys if key.rpartition("/")[2] == MANIFEST]
     for batch in (manifests, keys):
         await together(storage.delete, batch, at_once=_AT_ONCE)
@@ -168,7 +171,7 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
 
 async def _put_one(storage: Storage, folder: Path, info: ObjectInfo) -> None:
     if await put_missing(storage, folder / info.key, info) != info:
-        raise StorageCorruptError(f"{folder / info.key} changed while the folder was stored; store it again")
+        raise StorageCorruptError(f"{folder / info.key} changed while the folder was stored; store the folder again")
 
 
 async def _get_one(storage: Storage, folder: Path, info: ObjectInfo) -> None:

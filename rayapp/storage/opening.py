@@ -1,15 +1,133 @@
-"""`open_storage`: the one way to a Storage, local or remote."""
+"""Opens a storage by its URI; every storage is opened with `open_storage`. It opens `LocalStorage`, a folder on this
+machine or on a mounted network file system, or `S3Storage`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rayapp.core.files import Location
-from rayapp.storage.base import Storage
-from rayapp.storage.local import LocalStorage
+from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
+from rayapp.core.files import Location, check_key, fsync, is_aside, storage_errors, stored
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, Storage, hash_bytes, hash_file
 from rayapp.storage.settings import S3Settings, settings_from_environment
+
+
+class LocalStorage:
+    """Implements `Storage` on a file system.
+
+    A file system stores no checksums, so single reads are verified only if the caller gives one; folders are verified
+    by their manifest.
+    """
+
+    def __init__(self, root: Path, fence: Fence | None = None) -> None:
+        self._root, self._fence = root, fence
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    def fenced(self, fence: Fence) -> LocalStorage:
+        return LocalStorage(self._root, fence)
+
+    async def _pass_fence(self) -> None:
+        if self._fence is not None:
+            await self._fence()
+
+    async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        def write() -> None:
+            with stored(self._path(key), if_absent=if_absent) as temporary:
+                temporary.write_bytes(data)
+
+        await self._pass_fence()
+        await asyncio.to_thread(write)
+        return ObjectInfo(key=key, num_bytes=len(data), sha256=hash_bytes(data))
+
+    async def put_file(self, path: Path, key: str) -> ObjectInfo:
+        await self._pass_fence()
+        return await self._copy(path, self._path(key), key)
+
+    async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        path = self._path(key)
+
+        def read() -> bytes:
+            with storage_errors(path), path.open("rb") as file:
+                return file.read(max_bytes + 1)
+
+        data = await asyncio.to_thread(read)
+        if len(data) > max_bytes:
+            raise StorageError(f"{path} is larger than the limit of {max_bytes} bytes")
+        return data
+
+    async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
+        return await self._copy(self._path(key), path, key, sha256=sha256)
+
+    async def info(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        try:
+            with storage_errors(path):
+                num_bytes = path.stat().st_size
+        except StorageNotFoundError:
+            return None
+        return ObjectInfo(key=key, num_bytes=num_bytes) if path.is_file() else None
+
+    async def exists(self, key: str) -> bool:
+        return await self.info(key) is not None
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await asyncio.to_thread(lambda: sorted(self._walk(prefix), key=lambda found: found.key)):
+            yield info
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        await self._pass_fence()
+        with storage_errors(path):
+            path.unlink(missing_ok=True)
+
+    async def check(self) -> None:
+        """Create the folder, and a file in it."""
+
+        def probe() -> None:
+            with stored(self._root / "probe") as temporary:
+                temporary.touch()
+            (self._root / "probe").unlink(missing_ok=True)
+
+        await asyncio.to_thread(probe)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                path = Path(folder) / name
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and not is_aside(name) and path.is_file():
+                    yield ObjectInfo(key=key, num_bytes=path.stat().st_size)
+
+    async def _copy(self, source: Path, target: Path, key: str, *, sha256: str = "") -> ObjectInfo:
+        with storage_errors(source):
+            before = await hash_file(source)
+        with stored(target) as temporary:
+            await asyncio.to_thread(_copy_to_disk, source, temporary)
+            found = await hash_file(temporary)
+            if found != before or (sha256 and found != sha256):
+                raise StorageCorruptError(
+                    f"{source}: its SHA-256 is {found[:12]}…, it should be {(sha256 or before)[:12]}…: it is damaged, "
+                    "or changed while it was copied"
+                )
+            num_bytes = temporary.stat().st_size
+        return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
+
+
+def _copy_to_disk(source: Path, target: Path) -> None:
+    with storage_errors(source):
+        shutil.copyfile(source, target)
+    fsync(target)  # here, in a thread: `stored` would do it on the event loop
 
 
 @asynccontextmanager
@@ -28,8 +146,7 @@ async def open_storage(uri: str, *, settings: S3Settings | None = None) -> Async
         yield LocalStorage(Path(location.key))
         return
     # boto's imports take half a second: pay for them only if S3 is used.
-    from rayapp.storage.s3.client import s3_client
-    from rayapp.storage.s3.storage import S3Storage
+    from rayapp.storage.s3.storage import S3Storage, s3_client
 
     chosen = settings or settings_from_environment()
     async with s3_client(chosen) as client:

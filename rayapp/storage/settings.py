@@ -61,7 +61,7 @@ class S3Settings:
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
-    """Return the settings that the environment asks for.
+    """Return the settings from the environment variables.
 
     Raises:
         StorageConfigError: an unknown preset, or one without its endpoint.

@@ -1,12 +1,12 @@
-"""Maps data sources to verl's scoring rules, and calls a rule. The call is made in the text process.
+"""Maps data sources to verl's scoring rules, and calls a rule in the text process (`text_process.py`).
 
-Only rules that do nothing but compare strings are used. Each was read in verl 0.9.1; they import re, random and string,
-and use no eval, exec, file or process. verl's `prime_code` runs the completion; `code/scoring.py` replaces it and does
-so in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and are refused before a run
-starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which uses sympy). A test reads
-verl's dispatcher and rule files, and fails when a new version of verl adds or changes a rule.
+Only rules that compare strings and do nothing else are used. Their source was checked in verl 0.9.1: they import re,
+random and string, and use no eval, exec, file or process. verl's `prime_code` runs the completion; `code/scoring.py`
+replaces it with runs in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and are
+refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which uses
+sympy). A test reads verl's dispatcher and rule files, and fails when a new version of verl adds or changes a rule.
 
-The rule files are loaded by path: importing verl itself takes seconds, with torch and Ray.
+The rule files are loaded by path: importing the package verl takes seconds, because it imports torch and Ray.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rayapp.tasks.code.hidden_cases import Comparison
 
 GSM8K = "openai/gsm8k"
 TruthKind = Literal["any", "text", "targets", "tests"]
-"""Form of a row's ground_truth. any: not null; text: text or a whole number; targets: a struct whose `target` is a
-text or a list of texts; tests: a code problem (`code/formats.py`)."""
+"""Form of a row's ground_truth. any: any value but null; text: a string or a whole number; targets: a struct whose
+`target` is a string or a list of strings; tests: a code problem (`code/formats.py`)."""
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRule:
-    """One rule: a module of `verl.utils.reward_score`."""
+    """One scoring rule: a module of `verl.utils.reward_score`."""
 
     module: str
     form: str
-    """Text that the rule accepts as an answer; {} stands for the answer itself."""
+    """Form of text that the rule accepts as an answer; {} stands for the answer itself."""
     truth: TruthKind = "text"
     wrong_score: float = 0.0
     """Score of a wrong answer and of an unreadable text."""
 
     def is_asked_for(self, prompt: str) -> bool:
-        """True if a prompt tells the policy this form."""
+        """Return True if a prompt asks for an answer in this form."""
         return self.form.partition("{}")[0].strip() in prompt
 
     def right_answer(self, ground_truth: object) -> str:
-        """Return the ground truth in this form; if there are several right answers, the first."""
+        """Return the ground truth in this form. If there are several right answers, return the first one."""
         found = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
         first = next(iter(found), "") if isinstance(found, Sequence) and not isinstance(found, str) else found
         return self.form.replace("{}", str(first))
@@ -83,21 +83,21 @@ CODE_SOURCES: Mapping[str, Comparison] = {
     "openai/openai_humaneval": "lines",
     "google-research-datasets/mbpp": "lines",
 }
-"""Data sources whose rows are code problems, with the comparison of a program's output. The first four are verl's."""
+"""Data sources whose rows are code problems -> how a program's output is compared. The first four are verl's."""
 NAMES = (*_RULES, "aime…", *CODE_SOURCES)
 """Data sources with a rule, for messages."""
 
 
 def find_rule(data_source: str) -> AnswerRule | None:
-    """Return the rule of a data source; None if it has no rule that is allowed here."""
+    """Return the rule of a data source; None if it has no rule that rayapp allows."""
     return _DAPO if data_source.startswith("aime") else _RULES.get(data_source)
 
 
 def has_rule(data_source: str) -> bool:
-    """True if a rule or the tests of code problems score this data source.
+    """Return True if a rule scores this data source, or tests because its rows are code problems.
 
     Raises:
-        InputError: neither does, and the name looks like a misspelt one: training would refuse the rows.
+        InputError: neither scores it, and the name looks like a misspelled one: training would refuse the rows.
     """
     known = (*_RULES, *CODE_SOURCES)
     if data_source in known or find_rule(data_source) is not None:
@@ -105,8 +105,8 @@ def has_rule(data_source: str) -> bool:
     short = {name.rpartition("/")[2].lower(): name for name in known}
     if near := difflib.get_close_matches(data_source.rpartition("/")[2].lower(), short, n=1, cutoff=0.85):
         raise InputError(
-            f"data source {data_source!r} has no rule; did you mean {short[near[0]]}? For a function of your own leave "
-            "--data-source out."
+            f"data source {data_source!r} has no rule; did you mean {short[near[0]]}? To use your own reward function, "
+            "leave --data-source out"
         )
     return False
 
@@ -114,12 +114,12 @@ def has_rule(data_source: str) -> bool:
 def score_by_rule(
     completion_text: str, ground_truth: object, rule_file: str, options: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return `score`, `solved` and `format` of a completion.
+    """Return the terms `score`, `solved` and `format` of a completion.
 
     Args:
         rule_file: path of verl's module.
         options: further arguments of the module's compute_score, for `score`.
-        plain: the subset of `options` that is also used for `solved`, which is 1 if the score is at least 1.
+        plain: further arguments for `solved`, a subset of `options`; `solved` is 1 if that score is at least 1.
     """
     rule = _load(rule_file)
     score = _number(rule(completion_text, ground_truth, **options))
@@ -128,7 +128,7 @@ def score_by_rule(
 
 
 def format_term(completion_text: str) -> float:
-    """Return 1.0 if the text has exactly one `#### N` and ends with it, else 0.0."""
+    """Return 1.0 if the text has exactly one `#### N`, at its end; else 0.0."""
     return float(len(_MARKED.findall(completion_text)) == 1 and bool(_ENDS_MARKED.search(completion_text)))
 
 

@@ -1,6 +1,6 @@
 """Scores an answer to a data row: by verl's rule for the data source, hidden tests, or the user's reward function.
 
-    completion, row -> {score, format, custom terms} -> Reward; `verdict.py` adds tools and judges
+    completion, row -> {score, format, custom terms} -> Reward; `verdict.py` adds the terms of tools and judges
 
 Rules read the completion in the text process; code in a completion runs in a sandbox (`code/scoring.py`).
 """
@@ -34,31 +34,31 @@ from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.text_process import TextTooCostlyError, on_text
-from rayapp.tasks.verdict import PLAIN, ToolRewards, Truth, Weights, verdict
+from rayapp.tasks.verdict import PLAIN, Scorer, ToolRewards, Weights, verdict
 
 Method = Literal["strict", "flexible"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRewards:
-    """Weights and rules of the reward's terms. Every term is recorded, even with weight 0."""
+    """Settings for scoring data rows. Every term is recorded, even with weight 0."""
 
     method: Method = "strict"
-    """verl's `method`: `strict` needs `#### N`, `flexible` takes the last number. Both read the last 300 characters."""
+    """verl's `method`: `strict` needs `#### N`, `flexible` takes the last number, both in the last 300 characters."""
     format_score: float = 0.0
-    """Score of a wrong but readable answer (verl's name)."""
+    """Score of an answer that is wrong but in the right form (verl's name)."""
     correct_score: float = 1.0
     weights: Weights = PLAIN
-    """The term `format` is 1 if the completion has one `#### N`, at its very end."""
+    """Weights of the added terms. The term `format` is 1 if the completion has exactly one `#### N`, at its end."""
     custom: CustomReward | None = None
-    """The user's reward function, which replaces the data source's rule."""
+    """The user's reward function, which replaces the data source's rule; None if there is none."""
     code: CodeSection = field(default_factory=CodeSection)
-    """Test settings of code problems."""
+    """Settings for the tests of code problems."""
     is_optional: bool = False
-    """A data source without a rule is accepted: only judges score its answers."""
+    """True if a data source without a rule is accepted, because judges score its answers."""
 
     def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
-        """Return the row as a code problem; None if it is not one, or a custom function scores it."""
+        """Return the row as a code problem; None if it isn't a code problem or a custom function scores it."""
         is_code = data_source in CODE_SOURCES or data_source in self.code.sources
         if self.custom is not None or not is_code:
             return None
@@ -78,7 +78,7 @@ class AnswerRewards:
         return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
 
     def has_no_verdict(self, data_source: str) -> bool:
-        """True if only judges score the answers of this data source."""
+        """Return True if only judges score the answers of this data source."""
         has_rule = bool(self.custom or self.code_problem(data_source, "") or find_rule(data_source))
         return self.is_optional and not has_rule
 
@@ -110,25 +110,25 @@ async def score_answer(
     seed: int = 0,
     tools: ToolRewards | None = None,
 ) -> Reward:
-    """Return the verdict. `terms["solved"]` and `terms["pass_rate"]` are 1 if the answer is right.
+    """Return the reward of an answer. `terms["solved"]` and `terms["pass_rate"]` are 1 if the answer is right.
 
     Args:
-        sandboxes: run the code in the answer.
-        seed: draws the tests of a code problem; the same for all answers that are compared.
+        sandboxes: source of the sandboxes in which code of the answer runs.
+        seed: seed that draws the tests of a code problem; answers that are compared need the same seed.
         tools: rewards that tools gave during the trajectory.
     Raises:
-        InputError: no rule for this data source, and no custom function: a mistake in the config, not of the policy.
-            `AnswerRewards.truth_kind` reports it before a run starts.
+        InputError: this data source has no rule, and there is no custom function. `AnswerRewards.truth_kind` reports
+            this mistake of the config before a run starts.
         One of `verdict.ENDS_GROUP`.
     """
-    truth = truth_of(answer, rewards, sandboxes, seed=seed)
-    return await verdict(truth, weights=rewards.weights, tools=tools or ToolRewards())
+    score = scorer_of(answer, rewards, sandboxes, seed=seed)
+    return await verdict(score, weights=rewards.weights, tools=tools or ToolRewards())
 
 
-def truth_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Truth:
-    """Return the function that scores an answer.
+def scorer_of(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int) -> Scorer:
+    """Return a function that scores the answer.
 
-    A text that is too long or takes too much time to read is a wrong answer, with status too_long or unreadable.
+    An answer that is too long, or takes too much time to read, is wrong and has the status too_long or unreadable.
 
     Raises:
         UserError: no rule scores answers of this data source, or the reward function can't be loaded.
@@ -179,7 +179,7 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
 
 
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the section `reward` that the rule takes: first for `solved`, then for `score`."""
+    """Return two sets of arguments for the rule, from the section `reward`: for `solved`, and for `score`."""
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}
@@ -190,10 +190,10 @@ def _rule(data_source: str) -> AnswerRule:
     rule = find_rule(data_source)
     if rule is None:
         raise InputError(
-            f"data_source {data_source!r} has no rule here: only tests in sandboxes and rules of verl's that compare "
-            f"text are used ({', '.join(NAMES)}), none that runs or evaluates what the policy wrote in the trainer. "
-            "Name it in reward.code.sources if its rows are code problems (docs/datasets.md), or a function of your "
-            "own in reward.custom (docs/data.md)."
+            f"data_source {data_source!r} has no rule here: the rules are {', '.join(NAMES)}; rayapp uses no rule of "
+            "verl that evaluates the policy's text in the trainer. If its rows are code problems, add it to "
+            "reward.code.sources (docs/datasets.md); otherwise name your own reward function in reward.custom "
+            "(docs/data.md)"
         )
     return rule
 
@@ -203,5 +203,5 @@ def _rule_file(module: str) -> Path:
     # Find verl without importing it, which takes seconds.
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise InputError("verl is not installed, and its rules score these data sources: make venv")
+        raise InputError("verl is not installed, but its rules score this data source: run make venv")
     return Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / f"{module}.py"

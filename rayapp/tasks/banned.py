@@ -1,25 +1,25 @@
 """Screens a completion before its code runs: extracts the code, parses it, and finds banned names in it.
 
-Nothing here runs or changes code. Coding tasks call it through the text process, so it imports only the standard
+This module neither runs nor changes code. Coding tasks call it in the text process, so it imports only the standard
 library.
 
 A pattern is written like the code that it bans: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`, `os.path`,
-`import` for any import at all, `*` or `not in` for an operator. Only the syntax tree counts: comments, docstrings and
-other strings are allowed, and so is a local variable called `sorted`.
+`import` for any import at all, `*` or `not in` for an operator. Patterns are compared with the syntax tree: comments,
+docstrings and other strings are allowed, and so is a local variable called `sorted`.
 
 | found | example |
 |---|---|
 | plain use | `sorted(xs)` |
 | aliases | `s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted as s` |
-| names given as text to `getattr`, `__builtins__[…]`, `vars`, `__dict__`, `__import__`, `eval`, … | `"so" + "rted"` |
-| dynamic lookups: the text is computed, or the lookup function itself is passed around | `getattr(xs, name)` |
+| names in strings for `getattr`, `__builtins__[…]`, `vars`, `__dict__`, `__import__`, `eval`, … | `"so" + "rted"` |
+| dynamic lookups: the string is computed, or the lookup function itself is passed around | `getattr(xs, name)` |
 
-Two things are not found: other code with the same effect under a name that the task did not ban (a task that bans
-sorting has to ban every sorting function, or imports altogether), and effects without a name (a set of small integers
-happens to iterate in order). A name that the code binds in a module or class body still counts: Python may fall back to
-the builtin.
+Two things are not found: other functions with the same effect that the task did not ban (a task that bans sorting has
+to ban every sorting function, or all imports), and effects without a name (a set of small integers happens to iterate
+in order). A name that the code binds in a module or class body still counts as used: Python may fall back to the
+builtin.
 
-The time is proportional to the code's size: a dotted name is read only up to the length of the longest pattern.
+The time is proportional to the code's size: of a dotted name only as many parts are read as the longest pattern has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMPORT_CALLS = frozenset({"__import__", "import_module"})
 _LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
     "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
 }  # fmt: skip
-"""Functions that take a name or code as text."""
+"""Functions that take a name or code as a string."""
 _NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
 _NAMESPACES = frozenset({
     "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
@@ -56,16 +56,16 @@ _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("in", "contains"), ast.NotIn: ("not in", ""), ast.Is: ("is", ""), ast.IsNot: ("is not", ""),
     ast.And: ("and", ""), ast.Or: ("or", ""), ast.Not: ("not", ""),
 }  # fmt: skip
-"""Each operator as written, and the stem of its method and of its function in the module operator. A sign before a
-single value (`-x`) is not an operator here."""
+"""Node type -> operator as written, and the stem of the names of its method and of its function in the module operator.
+A sign before a single value (`-x`) is not among them."""
 _STEMS = dict(_OPERATORS.values())
 
 
 def find_banned(source: str, patterns: Sequence[str]) -> str | None:
-    """Return the first pattern that the code uses, or `dynamic lookup (how)`; None if it uses none.
+    """Return the first pattern that the code uses, or `dynamic lookup (how)`; None if the code is allowed.
 
     Args:
-        source: Python that parses. For other source the result is None: the caller reports the syntax error.
+        source: Python source. If it does not parse, the result is None: the caller reports the syntax error.
     """
     tree = parse(source)
     if tree is None or not patterns:
@@ -92,13 +92,15 @@ def normal_pattern(pattern: str) -> str:
     parts = name.removeprefix(".").split(".")
     if not all(part.isidentifier() for part in parts) or (name != "import" and any(map(keyword.iskeyword, parts))):
         raise ValueError(
-            f"{pattern!r} names nothing; write it like `sorted`, `.sort`, `heapq`, `os.path`, `import`, `*` or `not in`"
+            f"{pattern!r} is neither a name nor an operator: write it like `sorted`, `.sort`, `heapq`, `os.path`, "
+            "`import`, `*` or `not in`"
         )
     return name
 
 
 def _names_of(pattern: str) -> Iterator[str]:
-    """Yield the names that a pattern bans. An operator also bans its methods and its functions in module operator."""
+    """Yield the names that a pattern bans. An operator also bans its methods and its functions in the module
+    operator."""
     yield pattern
     if stem := _STEMS.get(pattern):
         yield from (f".__{kind}{stem}__" for kind in ("", "r", "i"))
@@ -106,7 +108,7 @@ def _names_of(pattern: str) -> Iterator[str]:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    """Yield all names that the code uses, in the form of patterns; dotted names up to `most_parts` parts."""
+    """Yield all names that the code uses, in the form of patterns, dotted names with up to `most_parts` parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -158,7 +160,7 @@ def _imported(dotted: str, most_parts: int) -> Iterator[str]:
 
 
 def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_parts: int) -> Iterator[str]:
-    """Yield the names that `node` looks up, if it is a lookup function or namespace."""
+    """Yield the names that `node` looks up, if it is a lookup function or a namespace."""
     parent = scopes.parent(node)
     call = parent if isinstance(parent, ast.Call) and parent.func is node else None
     if name in _LOOKUP_CALLS and not _is_regex(node):
@@ -171,7 +173,8 @@ def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
-    """Return the texts of the arguments that the function takes as names; other arguments may be any constant."""
+    """Return the strings among the arguments that the function takes as names; None for an argument that is
+    computed."""
     match name:
         case "getattr" | "getattr_static":
             arguments = arguments[1:2]
@@ -185,7 +188,7 @@ def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | Non
 
 
 def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
-    """Yield the names in a text that `how` looks up."""
+    """Yield the names in a string that `how` looks up, or a dynamic lookup if the string is computed (None)."""
     if how in _IMPORT_CALLS:
         yield "import"
     if text is None or text in _NAMESPACES | _LOOKUP_CALLS:
@@ -214,7 +217,7 @@ def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
 
 
 def _constant(node: ast.expr) -> str | None:
-    """Return the text of an expression made only of constants; None for any other."""
+    """Return the string value of an expression that consists of constants; None for any other expression."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -233,7 +236,8 @@ def _is_regex(node: ast.expr) -> bool:
 
 
 def screen(completion: str, func_name: str, prefill: str, banned_patterns: Sequence[str]) -> tuple[str, str, str]:
-    """Return code, status and detail. The status is empty if the code may run; otherwise it is the verdict's status."""
+    """Return the completion's code, status and detail. The status is empty if the code may run; otherwise it is the
+    status of the verdict."""
     code = extract_code(completion, func_name, prefill=prefill)
     if code is None:
         return "", "no_code", f"no `def {func_name}` in the completion"
@@ -243,10 +247,11 @@ def screen(completion: str, func_name: str, prefill: str, banned_patterns: Seque
 
 
 def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, str, str]:
-    """Do as `screen`, for data sets: their checkers run the code unchanged and ban no names.
+    """Return code, status and detail like `screen`, for data sets: their checkers run the code unchanged and ban no
+    names.
 
     Args:
-        func_name: empty if the answer is a whole program.
+        func_name: name of the function to write; empty if the answer is a whole program.
     """
     code = extract_module(completion, func_name, prefill=prefill) if func_name else extract_program(completion)
     if code is None:
@@ -255,6 +260,6 @@ def screen_module(completion: str, func_name: str, prefill: str) -> tuple[str, s
 
 
 def _problem(code: str) -> tuple[str, str]:
-    """Return status and detail of code that does not parse; empty texts if it parses."""
+    """Return status and detail for code that does not parse; two empty strings if it parses."""
     problem = syntax_problem(code)
     return ("syntax_error", f"the code does not parse: {problem}") if problem else ("", "")

@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Called by coding tasks. Expressions come with the task, so they are trusted and run in this process; a model's code
-never does. Expected values stay in this process: only inputs go to a sandbox.
+Called by coding tasks. Expressions are part of the task, so they are trusted and run in this process; a model's code
+never runs in it. Expected values stay in this process: only inputs go to a sandbox.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Case:
     """One hidden test."""
 
     args: tuple[object, ...]
-    """Positional arguments, plain data."""
+    """Positional arguments, as plain data."""
     expected: object
-    """Plain data; compared outside the sandbox, type for type."""
+    """Expected value, as plain data. It is compared outside the sandbox, type for type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +42,29 @@ class CaseSource:
     task: str
     """Name of the task, for errors."""
     tests: tuple[str, ...]
-    """Expressions over `rng`. If the function has one parameter, the value is the argument, otherwise the tuple of all
-    arguments."""
+    """Expressions over `rng`. The value of each is the argument if the function has one parameter; otherwise it is the
+    tuple of all arguments."""
     reference: str
-    """Expression over the parameters' names and over `args`, the tuple of them."""
+    """Expression over the parameters' names, and over `args`, the tuple of all arguments."""
     parameters: tuple[str, ...]
     helpers: str = ""
     """Python source whose functions the expressions may call."""
 
     def draw(self, seed: int) -> tuple[Case, ...]:
-        """Return the tests of a seed; the same seed gives the same tests.
+        """Return the tests that a seed draws; the same seed draws the same tests.
 
         Raises:
-            InputError: an expression raises, or gives something that is not plain data.
+            InputError: an expression raises, or its value is not plain data.
         """
         return _draw(self, seed)
 
     def check(self, case: Case, test: str) -> None:
-        """Try the reference on a case whose output the task's author wrote.
+        """Check the reference on a case whose output the task's author wrote.
 
         Args:
             test: name of the case in messages.
         Raises:
-            InputError: the reference gives another output, or the case holds values that can't be compared.
+            InputError: the reference returns another output, or the case has values that can't be compared.
         """
         _check_plain((*case.args, case.expected), f"task {self.task}: {test}, holds a value")
         found = _referred(self, case.args, _names(self), test)
@@ -74,7 +74,7 @@ class CaseSource:
 
 @functools.lru_cache(maxsize=256)
 def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
-    # Cached: all trajectories of a group share the seed, and the reference may be slow.
+    # Cache the tests: all trajectories of a group share the seed, and the reference may be slow.
     names = _names(source)
     # The task's name is part of the seed: otherwise two tasks with the same expression would share their inputs.
     names["rng"] = random.Random(f"{source.task}/{seed}")
@@ -102,7 +102,7 @@ def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
 def _referred(source: CaseSource, args: tuple[object, ...], names: dict[str, object], test: str) -> object:
     """Return the reference's output for these arguments."""
     where = f"task {source.task}: the reference, {_short(source.reference)}, on {test}"
-    # Copied: a reference that works in place would change the input that the sandbox gets.
+    # Copy the arguments: a reference that works in place would change the input that the sandbox gets.
     own = copy.deepcopy(args)
     scope = {**names, **dict(zip(source.parameters, own, strict=True)), "args": own}
     expected = _evaluate(source.reference, scope, where)
@@ -116,7 +116,7 @@ def _as_args(value: object, parameters: Sequence[str], where: str) -> tuple[obje
     if not isinstance(value, tuple) or len(value) != len(parameters):
         raise InputError(
             f"{where}, gives {_short(repr(value))}, but the function takes {len(parameters)} arguments "
-            f"({', '.join(parameters)}): write the test as a tuple of them"
+            f"({', '.join(parameters)}): write the test as a tuple of {len(parameters)} values"
         )
     return value
 

@@ -4,8 +4,8 @@
                                                                                                    |
           seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
 
-The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it. Only
-the candidate's code and the inputs enter a sandbox. An agent's workspace is another sandbox, which holds the task's
+A user writes a task as data in YAML or in Python (`loading.py`). Rollout workers render its prompt and score answers.
+Only the candidate's code and the inputs enter a sandbox. An agent's workspace is another sandbox, which has the task's
 files and public tests, but no hidden test.
 """
 
@@ -33,7 +33,7 @@ from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError
 from rayapp.tasks.verdict import judged_in_sandbox
 
 VALIDATION_SEEDS = range(3)
-"""Seeds the reference is tried on when a task is loaded."""
+"""Seeds whose tests the reference has to run on when a task is loaded."""
 
 CODING_TOOLS = ("bash", "edit", "python", "submit")
 RUN_TESTS = "run_tests"
@@ -63,7 +63,7 @@ def _checked_expression(expression: str) -> str:
 def _checked_path(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"{path!r} is not a relative path inside a folder")
+        raise ValueError(f"{path!r} must be a relative path inside the workspace")
     return path
 
 
@@ -72,7 +72,7 @@ FilePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 class CodingTask(BaseModel):
-    """One function to write.
+    """Task to write one function.
 
     Example: `CodingTask(name="add", prompt="Write add(a, b).", func_name="add", signature="def add(a, b):",
     tests=["(rng.randint(0, 9), 1)"], reference="a + b")`.
@@ -82,47 +82,47 @@ class CodingTask(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     prompt: str = Field(min_length=1)
-    """Text of the request to the policy. With `completion`, the beginning of a Python file that ends in the function's
-    `def` line (and docstring)."""
+    """Text of the request to the policy. With `prompt_format: completion` it is the beginning of a Python file that
+    ends in the function's `def` line (and docstring)."""
     func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     signature: str = ""
-    """The function's `def` line. Optional if the prompt contains it."""
+    """The function's `def` line. Optional if the prompt contains this line."""
     prompt_format: PromptFormat = "chat_prefill"
-    """chat: the model's chat template. chat_prefill: the template and the beginning of the answer up to the signature,
+    """chat: the model's chat template. chat_prefill: the template, and the beginning of the answer up to the signature,
     for small models that otherwise answer in prose. completion: the prompt unchanged, for base models."""
     system: str = ""
-    """System message of the chat; if empty, the template decides."""
+    """System message of the chat; if empty, the chat template writes its default, if it has one."""
     prefill: str = ""
-    """Beginning of the answer with `chat_prefill`; if empty, a code fence and the signature."""
+    """Beginning of the answer with `chat_prefill`; if empty, it is a code fence and the signature."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a completion. None means the closing fence with `chat_prefill`, and texts that typically follow a
-    function in a script with `completion`."""
+    """Texts that end a completion. By default, with `chat_prefill` the closing fence, and with `completion` texts that
+    typically follow a function in a script."""
     banned_patterns: tuple[Annotated[str, AfterValidator(_checked_pattern)], ...] = ()
-    """Names the code must not use; see `banned.py`."""
+    """Names and operators that the code must not use; see `banned.py`."""
     tests: tuple[Expression, ...] = Field(min_length=1)
     """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs if the function has
-    several parameters). With more and more varied tests, lucky guesses and constants score less."""
+    several parameters). The more varied the tests, the lower lucky guesses and constants score."""
     reference: Expression
-    """The expected output: an expression over the parameters' names (or `args`, the tuple of all arguments)."""
+    """Expression for the expected output, over the parameters' names (or `args`, the tuple of all arguments)."""
     helpers: str = ""
-    """Python source of functions for `tests` and `reference`. Like both, it is trusted and runs in the trainer."""
+    """Python source of functions that `tests` and `reference` call. All three are trusted and run in the trainer."""
     timeout_s: float = Field(2.0, gt=0.0, le=600.0)
-    """Time limit for defining the code and all calls together. A run that exceeds it scores as an error."""
+    """Time limit in seconds for defining the function and all calls together. A run that exceeds it scores -1."""
     packages: tuple[str, ...] = ()
     """Packages that the sandbox preloads, e.g. numpy."""
     demonstrations: tuple[str, ...] = ()
-    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. Several different solutions
-    leave GRPO a choice. They are never part of the prompt."""
+    """Solutions for a supervised warm-up (docs/sft.md), each the source of the function. With several different
+    solutions, the policy keeps alternatives that GRPO can choose from. They are never part of the prompt."""
     public_tests: tuple[str, ...] = ()
     """Tests that an agent may see and run: `name(input, …) == output`, with literal values."""
     files: dict[FilePath, str] = Field(default_factory=dict)
-    """Text files that an agent's workspace holds at the start, by relative path."""
+    """Relative path -> text of the files in an agent's workspace at the start."""
     tools: tuple[str, ...] = CODING_TOOLS
-    """Tools that the task adds for an agent to the tools of `agent.tool_file`; `run_tests` is added if there are public
-    tests."""
+    """Tools that an agent gets for this task, besides those of `agent.tool_file`. If there are public tests,
+    `run_tests` is added."""
 
     def __init__(self, **values: object) -> None:
-        """Raises InputError: a field is missing or wrong."""
+        """Make a task from its fields. Raises InputError: a field is missing or wrong."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -132,15 +132,17 @@ class CodingTask(BaseModel):
     def _parts_agree(self) -> Self:
         if self.prompt_format == "completion" and f"def {self.func_name}" not in self.prompt:
             raise ValueError(
-                f"with prompt_format completion the prompt has to end in the line `def {self.func_name}(…):`"
+                f"prompt_format is completion, so the prompt must end in the line `def {self.func_name}(…):`"
             )
         if self.prefill and self.prompt_format != "chat_prefill":
             raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
         self.parameters  # noqa: B018  (raises when the signature can't be read)
-        self.demonstrated_completions  # noqa: B018  (raises when one does not go on from the prompt)
-        self.public_cases  # noqa: B018  (raises for one that can't be read)
+        self.demonstrated_completions  # noqa: B018  (raises when a demonstration does not continue the prompt)
+        self.public_cases  # noqa: B018  (raises when a public test can't be parsed)
         if self.public_tests and PUBLIC_TESTS_FILE in self.files:
-            raise ValueError(f"files names {PUBLIC_TESTS_FILE}, which is written from public_tests: leave one out")
+            raise ValueError(
+                f"files has {PUBLIC_TESTS_FILE}, which is also made from public_tests: leave out one of the two"
+            )
         return self
 
     @property
@@ -168,19 +170,19 @@ class CodingTask(BaseModel):
 
     @property
     def public_cases(self) -> tuple[Case, ...]:
-        """The public tests, parsed.
+        """Parsed public tests.
 
         Raises:
-            ValueError: a test has another form, or not as many inputs as the function.
+            ValueError: a test has another form, or another number of inputs than the function has parameters.
         """
         return tuple(read_public_test(test, self.func_name, len(self.parameters)) for test in self.public_tests)
 
     def check(self) -> None:
-        """Draw tests with a few seeds, and run the reference on the public tests.
+        """Check the task: draw tests with a few seeds, and run the reference on the public tests.
 
         Raises:
-            InputError: a test or the reference raises or gives something that can't be compared, or the reference fails
-                a public test.
+            InputError: a test or the reference raises, or has a value that can't be compared; or the reference fails a
+                public test.
         """
         for seed in VALIDATION_SEEDS:
             self.cases.draw(seed)
@@ -188,7 +190,7 @@ class CodingTask(BaseModel):
             self.cases.check(case, f"public test {number + 1}, `{self.public_tests[number]}`")
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the policy reads. `Prompt.prefill` is the part of the answer that it contains."""
+        """Return the prompt that the policy reads. Its `prefill` is the part of the answer that it contains."""
         is_chat = self.prompt_format != "completion"
         prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
@@ -205,7 +207,8 @@ class CodingTask(BaseModel):
         )
 
     def agent_start(self) -> AgentStart:
-        """Return the start of an agent (`AgentTask`): the prompt, without prefill, and the names of the files."""
+        """Return the start of an agent (see `AgentTask`): the prompt without prefill, the workspace's files, the
+        tools."""
         files = dict(self.files)
         tools, tools_kwargs = self.tools, {}
         if self.public_tests:
@@ -222,7 +225,7 @@ class CodingTask(BaseModel):
         )
 
     async def check_public(self, answer: str, sandbox: Sandbox) -> PublicVerdict:
-        """Run the public tests on an answer; the code is extracted as in `score`.
+        """Return the verdict of the public tests on an answer. The code is extracted like in `score`.
 
         Raises:
             SandboxError: the sandbox failed.
@@ -240,15 +243,15 @@ class CodingTask(BaseModel):
 
     @property
     def answer_prefix(self) -> str:
-        """The part of the answer that the prompt already contains."""
+        """Part of the answer that the prompt already contains."""
         match self.prompt_format:
             case "chat":
                 return ""
             case "completion":
                 return self.prompt
             case "chat_prefill":
-                # No newline at the end: tokenizers merge a newline with the following indent, so after a prompt that
-                # ends in one the policy would have to sample a first token that it has hardly ever seen.
+                # Don't end with a newline: tokenizers merge a newline with the following indent, so after a newline the
+                # policy would have to sample a first token that was rare in its training.
                 return self.prefill or f"```python\n{self.signature.strip() or self._signature_in_prompt()}"
 
     def _signature_in_prompt(self) -> str:
@@ -257,7 +260,7 @@ class CodingTask(BaseModel):
 
     @property
     def demonstrated_completions(self) -> tuple[str, ...]:
-        """Each demonstration as a completion of the prompt, up to and including the stop text.
+        """Demonstrations as completions of the prompt, up to and including the stop text.
 
         Raises:
             ValueError: a demonstration does not begin with the prompt's prefill.
@@ -269,13 +272,13 @@ class CodingTask(BaseModel):
         text = code if self.prompt_format == "completion" else f"```python\n{code}\n```"
         if not text.startswith(self.answer_prefix) or parse(code) is None:
             raise ValueError(
-                f"demonstration {number} must be Python that begins with {self.answer_prefix!r}, as the answer does; "
-                f"it begins with {text[: len(self.answer_prefix) + 20]!r}"
+                f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must be Python that "
+                f"begins with {self.answer_prefix!r}, like the answer"
             )
         return text[len(self.answer_prefix) :]
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Score the completion: -1, or the fraction of the seed's tests that it passes; see `grading.py`.
+        """Return the reward of a completion: -1, or the fraction of the seed's tests that pass; see `grading.py`.
 
         Raises:
             SandboxConfigError: this configuration can never give a sandbox.
@@ -293,8 +296,8 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the verdict of the hidden tests."""
-        # In a thread: the reference may be slow and would block other trajectories.
+        """Return the verdict of the hidden tests on this code."""
+        # Draw tests in a thread: the reference may be slow and would block other trajectories.
         cases = await asyncio.to_thread(self.cases.draw, seed)
 
         async def judge(sandbox: Sandbox) -> Reward:
@@ -311,16 +314,18 @@ def _parameters(line: str) -> tuple[str, ...]:
     arguments = tree.body[0].args
     if isinstance(tree.body[0], ast.AsyncFunctionDef) or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
         raise ValueError(
-            f"signature {line!r}: the function is called with positional arguments, one for each parameter"
+            f"signature {line!r}: use only positional parameters: the function is called with one argument for each"
         )
     names = tuple(argument.arg for argument in [*arguments.posonlyargs, *arguments.args])
     if not names:
-        raise ValueError(f"signature {line!r} has no parameter, so no input could tell a right answer from a constant")
+        raise ValueError(
+            f"signature {line!r} has no parameter: without inputs, tests can't tell a right answer from a constant"
+        )
     return names
 
 
 def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
-    """Args: told: text of the user message; if empty, the task's prompt."""
+    """Return the messages of the prompt. `told` is the user message's text; if empty, it is the task's prompt."""
     system = ({"role": "system", "content": task.system},) if task.system else ()
     return (*system, {"role": "user", "content": told or task.prompt})
 
@@ -330,6 +335,6 @@ def _chat(tokenizer: Tokenizer, task: CodingTask) -> str:
         return tokenizer.apply_chat_template(list(_messages(task)), tokenize=False, add_generation_prompt=True)
     except ValueError as error:
         raise InputError(
-            f"task {task.name}: prompt_format is {task.prompt_format}, but the model's chat template can't render it: "
-            f"{error}. Use prompt_format: completion for a base model."
+            f"task {task.name}: prompt_format is {task.prompt_format}, but the model's chat template can't render the "
+            f"prompt: {error}. For a base model set prompt_format: completion"
         ) from error

@@ -1,10 +1,13 @@
-"""Calls the user's reward functions: named by import path, sync or async, with a deadline. Called by `answers.py`.
+"""Calls the user's reward function, sync or async, with a deadline; the config has its import path. Used by
+`answers.py`.
 
-Functions have verl's signature, so reward functions written for verl work unchanged:
+A function has verl's signature, so reward functions written for verl work unchanged:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
-The function is the user's own code and trusted; code that the model wrote must run in a sandbox.
+A function for verl's batch manager, whose parameters are lists (`solution_strs`), gets lists with one answer.
+
+The function is the user's own code and trusted. It must not run code that the model wrote outside a sandbox.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from rayapp.core.trajectories import storable
 
 
 class RewardFailedError(KindError):
-    """Error of a custom function that raised, took too long, or returned nonsense: no verdict on the policy.
+    """A user's function raised, took too long, or returned an unusable value. This is no verdict on the policy.
 
-    Its kind is reward_error, reward_timeout or reward_nonsense.
+    The kind is reward_error, reward_timeout or reward_nonsense.
     """
 
 
 @dataclass(slots=True, kw_only=True)
 class CustomReward:
-    """A function by name. Picklable: the function is imported in the process that first calls it.
+    """Reward function, given by its name. It can be pickled: each process imports the function at its first call.
 
     Example: `CustomReward(path="my_rewards.py:compute_score")` or `CustomReward(path="package.module:function")`.
     """
@@ -44,20 +47,21 @@ class CustomReward:
     _function: Callable[..., Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def load(self) -> Callable[..., Any]:
-        """Import the function; call this when the run starts.
+        """Import the function and return it. Call this at the start of a run, to report errors then.
 
         Raises:
-            ConfigError: it can't be found, or is not a function.
+            ConfigError: the function can't be found, or the name is not that of a function.
         """
         if self._function is None:
-            self._function = load_function(self.path)
+            function = load_function(self.path)
+            self._function = _for_one_answer(function) if _takes_lists(function) else function
         return self._function
 
     async def __call__(self, **arguments: Any) -> dict[str, float]:
-        """Return `{"score": …}` and further terms, if any.
+        """Call the function. Returns `{"score": …}` with its further terms, if any.
 
         Raises:
-            RewardFailedError: the function gave no usable result in time.
+            RewardFailedError: the function returned no usable value in time.
         """
         function = self.load()
         try:
@@ -69,7 +73,7 @@ class CustomReward:
                     if inspect.isawaitable(found):
                         found = await guarded(lambda: found, self._failed)
         except TimeoutError as error:
-            raise RewardFailedError(f"{self.path} took over {self.timeout_s:g} s", "reward_timeout") from error
+            raise RewardFailedError(f"{self.path} took more than {self.timeout_s:g} s", "reward_timeout") from error
         try:
             return _terms(found)
         except Exception as error:  # boundary: the result may be an object of a user's class
@@ -86,14 +90,38 @@ class CustomReward:
         self._function = None
 
 
+def _takes_lists(function: Callable[..., Any]) -> bool:
+    try:
+        return "solution_strs" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+
+
+def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of one answer that calls verl's function of lists, with lists of one element."""
+
+    def first(scores: Any) -> Any:
+        (score,) = scores
+        return score
+
+    def call(**arguments: Any) -> Any:
+        found = function(**{f"{name}s": [value] for name, value in arguments.items()})
+        return _awaited(found) if inspect.isawaitable(found) else first(found)
+
+    async def _awaited(found: Any) -> Any:
+        return first(await found)
+
+    return call
+
+
 def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:
-    """Return the function that `module:name` or `file.py:name` names.
+    """Return the function with the name `module:name` or `file.py:name`.
 
     Args:
-        what: purpose of the function, in messages.
-        is_reward: also accept the name of a reward plug-in.
+        what: purpose of the function, for messages.
+        is_reward: True also accepts the name of a reward plug-in.
     Raises:
-        ConfigError: it can't be imported, doesn't exist, or is not a function.
+        ConfigError: the function can't be imported, doesn't exist, or is not a function.
     """
     if is_given(path):
         return given(path)  # type: ignore[return-value]
@@ -120,10 +148,10 @@ def _load_file(path: Path) -> Any:
 
 
 def _terms(found: object) -> dict[str, float]:
-    """Return the terms that the function returned. Raises ValueError, or any error of the user's objects."""
+    """Return the terms in a function's result. Raises ValueError, or any error of the user's objects."""
     raw = found if isinstance(found, Mapping) else {"score": found}
     if "score" not in raw:
-        raise ValueError(f"a dict without score: {sorted(map(str, raw))}")
+        raise ValueError(f"a dict without the key score: {sorted(map(str, raw))}")
     terms = storable_terms(raw)
     if "score" not in terms:
         raise ValueError(f"{raw['score']!r}, which is not a finite number")
@@ -131,7 +159,7 @@ def _terms(found: object) -> dict[str, float]:
 
 
 def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numeric terms of a reward, without NaN and texts.
+    """Return the numeric terms of a reward, without terms that are NaN or strings.
 
     Raises:
         ValueError: a term is infinite or too large for 32 bits.
@@ -140,7 +168,7 @@ def storable_terms(raw: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _number(name: str, value: object) -> float | None:
-    """Return one term; None for NaN, and for texts, which verl's functions may add (such as the parsed answer)."""
+    """Return one term; None for NaN and for strings, which verl's functions may add (such as the parsed answer)."""
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:
@@ -158,7 +186,7 @@ def _number(name: str, value: object) -> float | None:
 
 
 def readable_error(error: BaseException) -> str:
-    """Return an error's message in one line. The class may be the user's; the text may come from the policy."""
+    """Return an error's message in one line, also if its class is a user's and its `__str__` fails."""
     try:
         return one_line(error)
     except Exception:  # boundary: the user's __str__

@@ -1,13 +1,13 @@
-"""Finds the code in a completion. Called by `banned.py` before anything is parsed, banned or run.
+"""Finds the code in a completion. Called by `banned.py`.
 
-These count as code, in this order:
-1. The answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up to
-   the first closing fence.
-2. Fenced blocks: the last Python block that defines the function, as models correct themselves in a later block.
-3. Above any fence: from the first line that begins Python and leads to the function's `def`.
+The code is the first of these that exists:
+1. If the answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up
+   to the first closing fence.
+2. The last fenced Python block that defines the function: models correct themselves in later blocks.
+3. The text above any fence, from the first line of Python that leads to the function's `def`.
 Text after the function is cut, unless it is another definition: models often append prose or an example call, which are
-not part of the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token limit stays
-broken. Fences are found line by line in time proportional to the text's length; the number of parses is limited.
+not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token limit cut
+off stays broken. Fences are found line by line in linear time; the number of parses is limited.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
 _MAX_TRIES = 12
-"""Most parses to find the end (or beginning) of the code: a hostile completion must not cost seconds."""
+"""Maximum parses to find the end (or beginning) of the code: a hostile completion must not take seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the part of a completion that is the answer.
+    """Return the code of a completion that answers with a function.
 
     Args:
-        prefill: the part of the answer that the prompt already contains.
+        prefill: part of the answer that the prompt already contains.
     Returns:
-        Source that contains `def func_name`, perhaps with a syntax error; None if there is none.
+        Source that contains `def func_name`, perhaps with a syntax error; None if there is no such `def`.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     if prefill:
@@ -47,15 +47,15 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
 
 
 def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str | None:
-    """Return the part of a completion that is a module with the function, as the checkers of data sets run it.
+    """Return the code of a completion as a whole module with the function, like the checkers of data sets run it.
 
-    This is the last block that binds the function's name, uncut. If the answer has no fence, text that is not Python is
+    It is the last block that binds the function's name, uncut. If the answer has no fence, text that is not Python is
     cut.
 
     Args:
-        prefill: the part of the answer that the prompt already contains.
+        prefill: part of the answer that the prompt already contains.
     Returns:
-        Source, perhaps with a syntax error; None if nothing in the completion binds the name.
+        Source, perhaps with a syntax error; None if the completion does not bind the name.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = [] if prefill else _fenced_blocks(text)
@@ -71,12 +71,13 @@ def extract_module(completion: str, func_name: str, *, prefill: str = "") -> str
 
 
 def extract_program(completion: str) -> str | None:
-    """Return the part of a completion that is a whole program.
+    """Return the code of a completion that answers with a whole program.
 
-    This is the last block marked as Python; if there is none, the last block that parses; without any fence, all of it.
+    It is the last block marked as Python; if there is no such block, the last block that parses; without any fence, the
+    whole completion.
 
     Returns:
-        Source, perhaps with a syntax error; None if there is none.
+        Source, perhaps with a syntax error; None if the completion has no code.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     marked = [block for block in _fenced_blocks(text, only_marked=True) if block.strip()]
@@ -87,11 +88,22 @@ def extract_program(completion: str) -> str | None:
     return next(parsing, blocks[-1]) if blocks else textwrap.dedent(text).strip() or None
 
 
-def cut_after_function(source: str, func_name: str) -> str:
-    """Return `source` up to the end of the function, with the definitions and imports below it.
+def marked_block(completion: str, languages: frozenset[str]) -> str:
+    """Return the last block marked with one of these languages; if there is none, the last block that names no
+    language; without any fence, all of the text. Empty if there is none."""
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
+    marked = [body for language, body in blocks if language in languages]
+    unmarked = [body for language, body in blocks if not language]
+    found = marked or unmarked
+    return found[-1] if found else "" if blocks else textwrap.dedent(text).strip()
 
-    Statements below the function that define nothing (an example call, a print) are dropped. Text below it that is not
-    Python is dropped as a whole: cuts are made only at lines that begin in column 0.
+
+def cut_after_function(source: str, func_name: str) -> str:
+    """Return `source` up to the end of the function, and the definitions and imports below the function.
+
+    Other statements below the function (an example call, a print) are removed. Text below the function that is not
+    Python is removed in whole: cuts are made only at lines that begin in column 0.
     """
     python = _through_last_python(source, func_name)
     tree = parse(python)
@@ -111,7 +123,7 @@ def _through_last_python(source: str, func_name: str) -> str:
 
 
 def _binds(source: str, func_name: str) -> bool:
-    """True if the source defines, imports or assigns the name anywhere."""
+    """Return True if the source defines, imports or assigns the name anywhere."""
     if _def_pattern(func_name).search(source):
         return True
     tree = parse(source) if func_name in source else None
@@ -126,16 +138,16 @@ def _binds(source: str, func_name: str) -> bool:
 
 
 def parse(source: str) -> ast.Module | None:
-    """Return the syntax tree, or None. Python's warnings about the code (`"\\d"`) are suppressed."""
+    """Return the syntax tree; None if the source does not parse. Suppresses Python's warnings about code (`"\\d"`)."""
     try:
         return _parsed(source)
-    # Besides SyntaxError: NUL bytes and lone surrogates are ValueError, deep nesting RecursionError or MemoryError.
+    # NUL bytes and lone surrogates raise ValueError; deep nesting raises RecursionError or MemoryError.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def syntax_problem(source: str) -> str:
-    """Return why `source` does not parse: line number, the parser's message and the line's text; empty if it parses."""
+    """Return why `source` does not parse: the line's number, the parser's message and the line; empty if it parses."""
     try:
         _parsed(source)
     except SyntaxError as error:
@@ -147,15 +159,15 @@ def syntax_problem(source: str) -> str:
 
 
 def _parsed(source: str) -> ast.Module:
-    # Completions are read in threads. In Python 3.11 two parses at the same time fail ("AST constructor recursion
-    # depth mismatch"), because one counter of the depth serves all threads.
+    # Parse under a lock: completions are read in threads, and in Python 3.11 two parses at the same time fail ("AST
+    # constructor recursion depth mismatch"), because all threads share one counter of the depth.
     with _ONE_PARSE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
 
 
 def _after_fence(prefill: str) -> str:
-    """Return the part of a prefill below its opening fence: prose above the fence is not code."""
+    """Return the part of a prefill below its opening fence. The prose above the fence is not code."""
     lines = prefill.split("\n")
     openings = [number for number, line in enumerate(lines) if _fence(line)]
     return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
@@ -171,29 +183,37 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
     """Return the contents of the blocks that may be Python, in order. An unclosed block extends to the end of the text.
 
     Args:
-        only_marked: leave out blocks that name no language.
+        only_marked: leave out blocks without a language.
     """
-    blocks: list[str] = []
+    return [
+        body
+        for language, body in _blocks(text)
+        if language.lower() in _PYTHON_LANGUAGES or not (language or only_marked)
+    ]
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language, empty if none is named, and the dedented contents of every block."""
+    blocks: list[tuple[str, str]] = []
     opening, body = None, list[str]()
     for line in text.split("\n"):
         if opening is None:
             opening, body = _fence(line), []
         elif (text := line.strip(" \t")).startswith(opening[0]) and not text.strip("`~"):
-            blocks += _python_block(opening[1], [*body, ""], only_marked)
+            blocks.append(_block(opening[1], [*body, ""]))
             opening = None
         else:
             body.append(line)
-    return blocks + (_python_block(opening[1], body, only_marked) if opening else [])
+    return [*blocks, *([_block(opening[1], body)] if opening else [])]
 
 
-def _python_block(language: str, body: list[str], only_marked: bool) -> list[str]:
-    words = language.split()
-    is_python = bool(words and words[0].lower() in _PYTHON_LANGUAGES) or not (words or only_marked)
-    return [textwrap.dedent("\n".join(body))] if is_python else []
+def _block(marks: str, body: list[str]) -> tuple[str, str]:
+    return next(iter(marks.split()), ""), textwrap.dedent("\n".join(body))
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Return marks and language of a line that opens a block: three or more ` or ~, then text without `."""
+    """Return the fence and the language of a line that opens a block (three or more ` or ~, then text without `); None
+    for other lines."""
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
     num_marks = len(text) - len(language)
@@ -201,10 +221,10 @@ def _fence(line: str) -> tuple[str, str] | None:
 
 
 def _unfenced(text: str, func_name: str) -> str:
-    """Return the code from the first line above the function that begins Python (definition, import, decorator).
+    """Return the code from the first line of Python above the function (a definition, import or decorator).
 
-    The lines from there to the function's `def` must parse. If none do, the code begins at the `def`, so that the
-    verdict is the function's own syntax error.
+    The lines from this line to the function's `def` must parse. If there is no such line, the code begins at the `def`,
+    so that the verdict is the function's own syntax error.
     """
     lines = textwrap.dedent(text).split("\n")
     pattern = _def_pattern(func_name)
@@ -223,7 +243,7 @@ def _def_pattern(func_name: str) -> re.Pattern[str]:
 
 
 def _cuts(lines: list[str], func_name: str) -> list[int]:
-    """Return the numbers of the lines below the function's `def` that begin in column 0: the permitted cuts."""
+    """Return the numbers of the lines at which the source may be cut: those below the `def` that begin in column 0."""
     pattern = _def_pattern(func_name)
     start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
     if start is None:
@@ -234,12 +254,12 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 
 
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
-    """Return all lines up to the end of the function, then only definitions and imports; all if it is nested."""
+    """Return all lines up to the function's end, then only definitions and imports; all lines if it is nested."""
     kept: list[str] = []
     end = 0
     for node in tree.body:
         if kept:
-            # One line may hold several definitions; keep it once.
+            # Keep a line only once, even if it has several definitions.
             if isinstance(node, _DEFINITIONS) and (first := max(_first_line(node) - 1, end)) < _last_line(node):
                 kept += ["", "", *lines[first : _last_line(node)]]
                 end = _last_line(node)

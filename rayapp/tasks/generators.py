@@ -1,10 +1,11 @@
-"""Problems of the package reasoning-gym as tasks: generated here from a seed, nothing is downloaded.
+"""Problems of the package reasoning-gym as tasks, generated from a seed without a download.
 
     reasoning_gym:chain_sum      reasoning_gym:countdown?size=200&seed=7&max_value=20
 
-Each problem is one task with the generator's name. If a generator scores by comparing texts, that is done here. Others
-evaluate the answer (`eval`, sympy's parser): they score in a sandbox that has the package and gets the generator's name
-and the problem's number. The answer's code could forge its score there, so the verdict counts as `verdict/forgeable`.
+Each problem is one task with the generator's name. Some generators score by comparing texts, which this process does.
+Others evaluate the answer (`eval`, sympy's parser): they score it in a sandbox that has the package and gets the
+generator's name and the problem's number. There the answer's code could forge its score, so the verdict counts as
+`verdict/forgeable`.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ def {_ENTRY}(name, options, index, answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTask:
-    """One problem. See `rayapp.core.protocols.Task`."""
+    """One generated problem; see `rayapp.core.protocols.Task`."""
 
     name: str
     prompt: str
     answer: str | None
-    """None if the generator gives none: any answer with the right properties is right."""
+    """Right answer; None if the generator has none, because any answer with the right properties is right."""
     options: str
     """Options of the generator, as JSON."""
     index: int
     is_compared: bool
-    """The answer is compared as text, by the package's default rule."""
+    """True if the answer is compared as text, by the package's default rule."""
 
     @property
     def solution(self) -> str | None:
-        """A right answer; None if the generator gives none."""
+        """Text that contains a right answer; None if the generator has none."""
         return None if self.answer is None else f"<answer>{self.answer}</answer>"
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
@@ -69,7 +70,7 @@ class GeneratedTask:
         return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), messages=messages)
 
     def agent_start(self) -> AgentStart:
-        """Return the question as a user's message. The tools come from the run's tool file."""
+        """Return the start of an agent: the question as a user's message. The tools come from the run's tool file."""
         return AgentStart(messages=({"role": "user", "content": self._told},))
 
     @property
@@ -77,7 +78,7 @@ class GeneratedTask:
         return f"{self.prompt}\n\n{_INSTRUCTION}"
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """Return the generator's own score, 0 to 1; `solved` is 1 if it is 1.
+        """Return the generator's own score, from 0 to 1, as reward. The term `solved` is 1 if the score is 1.
 
         Raises:
             SandboxConfigError: this configuration can never give a sandbox.
@@ -96,7 +97,7 @@ class GeneratedTask:
     async def _judge(self, answer: str, sandbox: Sandbox) -> Reward:
         call, ran = await self._call(answer, sandbox)
         if ran.error.startswith("ModuleNotFoundError"):
-            return Reward.invalid("no_package", f"{ran.error}: it has to be in the provider's template")
+            return Reward.invalid("no_package", f"{ran.error}: install the package in the provider's template")
         value = call.value if call.ok and isinstance(call.value, float) and 0.0 <= call.value <= 1.0 else 0.0
         why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
         if why and not (await self._call(self.answer or "", sandbox))[0].ok:
@@ -118,7 +119,8 @@ def _answer_in(text: str) -> str | None:
 
 
 def _compared(answer: str, wanted: str) -> float:
-    """Score by the package's default rule: 1 if equal, a fraction if the answer contains the wanted text."""
+    """Return the score by the package's default rule: 1 if both are equal, a fraction if the answer contains
+    `wanted`."""
     if answer == wanted:
         return 1.0
     return len(wanted) / len(answer) if wanted and wanted in answer else 0.0
@@ -165,7 +167,7 @@ def _dataset(source: str, name: str, options: Mapping[str, Any]) -> Any:
         ) from error
     if name not in DATASETS:
         meant = did_you_mean(name, DATASETS)
-        raise InputError(f"{source}: there is no generator {name!r}{meant} There are {', '.join(sorted(DATASETS))}")
+        raise InputError(f"{source}: there is no generator {name!r}{meant} Choose from {', '.join(sorted(DATASETS))}")
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, ValueError, AssertionError) as error:

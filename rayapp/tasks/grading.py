@@ -1,18 +1,18 @@
-"""Turns the results of a coding task's tests into a verdict, and reads, writes and reports its public tests. Pure.
+"""Turns the results of a coding task's tests into a verdict; parses, writes and reports its public tests. No I/O.
 
 | event | reward | status |
 |---|---|---|
 | the completion has no function, or the code does not parse | -1 | no_code, syntax_error |
 | the code uses a banned name | -1 | banned |
 | the code has over a million characters, or takes over 2 s of CPU time to read | -1 | too_long, unreadable |
-| the definition raised, or the process exited | -1 | error |
+| the definition raises, or the process exits | -1 | error |
 | the whole run was stopped | -1 | timeout, memory, output, … (the cause) |
-| every call raised, or returned something other than plain data | -1 | error |
+| every call raises, or returns a value that is not plain data | -1 | error |
 | otherwise | passed / number of tests | scored |
 
-A call that raises is one failed test, as long as another call returns: a function that fails only on the empty list is
-better than one that always fails. A function that always fails scores as an error, like a script that stops at its
-first exception. The number of tests comes from the task, never from the sandbox.
+If only some calls raise, each of them is a failed test: a function that fails only on the empty list is better than one
+that always fails. A function that always raises scores as an error, like a script that stops at its first exception.
+The number of tests comes from the task, never from the sandbox.
 
 An agent may read and run the public tests. They reveal nothing about the hidden tests, and don't affect the verdict.
 """
@@ -49,7 +49,7 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
     if not ran.ok:
         return failure("error", ran.error or f"exit status {ran.exit_code}")
     if len(report.calls) != len(cases):
-        raise SandboxProtocolError(f"{len(cases)} calls were asked for, {len(report.calls)} results came back")
+        raise SandboxProtocolError(f"the sandbox returned {len(report.calls)} results for {len(cases)} calls")
     errors = [call.error for call in report.calls if not call.ok]
     if len(errors) == len(cases):
         return failure("error", f"every call failed: {_told(report.calls, cases, 0)}", all_raised=True)
@@ -63,7 +63,7 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
 
 
 def _told(calls: Sequence[CallResult], cases: Sequence[Case], index: int) -> str:
-    """Return one line that describes a failed test."""
+    """Return one line that describes the failed test with this index."""
     call, case = calls[index], cases[index]
     given = ", ".join(map(shown, case.args))
     got = f"got {shown(call.value)}" if call.ok else f"raised {call.error}"
@@ -92,7 +92,7 @@ def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
         case [ast.Expr(ast.Compare(ast.Call(ast.Name(name), inputs, []), [ast.Eq()], [output]))] if name == func_name:
             pass
         case _:
-            raise ValueError(f"public test {test!r} is not of the form {func_name}(…) == …")
+            raise ValueError(f"public test {test!r} must have the form {func_name}(…) == …")
     if len(inputs) != num_parameters:
         raise ValueError(f"public test {test!r} gives {len(inputs)} inputs; the function takes {num_parameters}")
     try:
@@ -102,7 +102,7 @@ def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
 
 
 def public_tests_file(func_name: str, tests: Sequence[str]) -> str:
-    """Return a script that exits with status 0 if `solution.py` passes all tests."""
+    """Return the source of a script that exits with status 0 if `solution.py` passes all tests."""
     lines = [f"from solution import {func_name}", "", *(f"assert {test.strip()}" for test in tests)]
     return "\n".join([*lines, "", f'print("{len(tests)} tests passed")', ""])
 

@@ -1,10 +1,10 @@
-"""Finds tasks by name or file and checks them before anything else starts.
+"""Finds tasks by name or file, and checks them before a run starts.
 
 | source | task |
 |---|---|
 | `sort_numbers` | a shipped task |
 | a YAML file | the fields of `CodingTask`; with `based_on`, a shipped task, only the fields that differ from it |
-| a Python file | binds `TASK` to a `CodingTask` or any object of the `Task` protocol; it is trusted and runs here |
+| a Python file | binds `TASK` to a `CodingTask` or any object of the `Task` protocol; trusted, runs in this process |
 | a folder | one task in Harbor's layout |
 | `benchmark:humaneval`, `reasoning_gym:chain_sum`, `repositories` | all tasks of this benchmark or generator |
 | a folder of task folders, an environment's YAML file | all tasks in it |
@@ -43,12 +43,12 @@ REPOSITORIES = "repositories"
 
 
 def shipped_tasks() -> list[str]:
-    """Return the names of the tasks that come with the package."""
+    """Return the names of the coding tasks that ship with rayapp."""
     return sorted(Path(entry.name).stem for entry in _library().iterdir() if Path(entry.name).suffix in _YAML)
 
 
 def shipped_repositories() -> list[str]:
-    """Return the names of the repository tasks that come with the package."""
+    """Return the names of the repository tasks that ship with rayapp."""
     return sorted(entry.name for entry in _library().joinpath(REPOSITORIES).iterdir() if entry.is_dir())
 
 
@@ -70,7 +70,8 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
         for task in tasks:
             if seen.setdefault(task.name, source) != source:
                 raise InputError(
-                    f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name."
+                    f"two tasks have the name {task.name}: {seen[task.name]} and {source}. Rename one: metrics are "
+                    "recorded by name"
                 )
     return tuple(task for source in names for task in loaded[source])
 
@@ -79,7 +80,7 @@ def load_source(source: str) -> Sequence[Task]:
     """Return the tasks of one source; all tasks of a benchmark share one name.
 
     Raises:
-        InputError: as `load_task`.
+        InputError: the task can't be used.
     """
     if source.startswith(BENCHMARK):
         return load_benchmark(source)
@@ -93,10 +94,10 @@ def load_source(source: str) -> Sequence[Task]:
 
 
 def single_tasks(source: str) -> list[str]:
-    """Return the sources of the single tasks in a folder of many or in `repositories`; any other source unchanged.
+    """Return the sources of the single tasks in a folder of tasks or in `repositories`; any other source unchanged.
 
     Raises:
-        InputError: the folder holds no task.
+        InputError: the folder has no task in it.
     """
     if source == REPOSITORIES:
         return shipped_repositories()
@@ -110,25 +111,25 @@ def single_tasks(source: str) -> list[str]:
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    """Return a path, and whether a task folder's `test.sh` may judge: `terminal-bench?trust_test_scripts=true`.
+    """Return a path, and whether a task folder's `test.sh` may judge (`terminal-bench?trust_test_scripts=true`).
 
-    This is not a key of task.toml: the user who runs a task decides whether to trust it, not its author.
+    This option is not a key of task.toml: the user who runs a task decides whether to trust it, not the task's author.
     """
     folder, _, option = source.rpartition("?")
     if not folder or not Path(folder).is_dir():
         return Path(source), False
     if option != TRUST:
-        raise InputError(f"{source}: a task folder has the option {TRUST}, not {option!r} (docs/environments.md)")
+        raise InputError(f"{source}: unknown option {option!r}: a task folder has only {TRUST} (docs/environments.md)")
     return Path(folder), True
 
 
 def load_task(source: str) -> Task:
-    """Return one task, after its reference has run on the tests of a few seeds.
+    """Return one task, checked: its reference has run on the tests of a few seeds.
 
     Args:
         source: name of a shipped task, or path of a .yaml or .py file or of a task folder.
     Raises:
-        InputError: the task can't be used; the message says what to change, and where.
+        InputError: the task can't be used.
     """
     path, trusts_script = _folder_of(source)
     if path.is_dir():
@@ -136,7 +137,7 @@ def load_task(source: str) -> Task:
     if source in shipped_repositories():
         return load_repository(_library().joinpath(REPOSITORIES, source), source)
     if is_given(source):
-        task = _checked_task(given(source), f"{source} has to be")
+        task = _checked_task(given(source), f"{source} must be")
     elif path.suffix == ".py":
         task = _from_python(path)
     elif path.suffix in _YAML:
@@ -153,16 +154,16 @@ def load_task(source: str) -> Task:
 
 
 def _of_plugin(name: str) -> Task:
-    """Return the task of a plug-in: the plug-in itself, or the result of calling it."""
+    """Return the task of a plug-in: the plug-in's object itself, or the result of calling it."""
     found = load_plugin("tasks", name)
     made = found() if isinstance(found, type) or not hasattr(found, "score") else found
-    return _checked_task(made, f"plug-in {name} has to be, or to give,")
+    return _checked_task(made, f"plug-in {name} must be, or return,")
 
 
 def _unknown(source: str) -> str:
     names = [*shipped_tasks(), *shipped_repositories(), *plugin_names("tasks")]
     paths = "the path of a .yaml or .py file, of a task folder, or, in a configuration, of a .parquet or .jsonl file"
-    return f"no task {source!r}{did_you_mean(source, names)} It is one of {', '.join(names)}, or {paths}."
+    return f"there is no task {source!r}{did_you_mean(source, names)} Name one of {', '.join(names)}, or {paths}."
 
 
 def _read(path: Path) -> str:
@@ -181,7 +182,7 @@ def _shipped_text(name: str) -> str:
 def _fields_of(base: object, source: str) -> dict[str, object]:
     """Return the fields of the shipped task that another task is based on."""
     if base not in shipped_tasks():
-        raise InputError(f"task {source}: based_on is {base!r}; it is one of {', '.join(shipped_tasks())}")
+        raise InputError(f"task {source}: based_on is {base!r}: it must be one of {', '.join(shipped_tasks())}")
     fields: dict[str, object] = yaml.safe_load(_shipped_text(str(base)))
     fields.pop("name", None)
     return _fields_of(fields.pop("based_on"), source) | fields if "based_on" in fields else fields
@@ -193,14 +194,14 @@ def _yaml(text: str, source: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise InputError(f"task {source} is not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
+        raise InputError(f"task {source}: it must be a mapping with prompt, func_name, tests and reference")
     return data
 
 
 def _from_yaml(text: str, source: str) -> CodingTask:
     data = _yaml(text, source)
     if "environment" in data:
-        raise InputError(f"task {source} is an environment: it scores its own episodes, not a text")
+        raise InputError(f"task {source} is an environment: it scores its own trajectories, not a text")
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
     data.setdefault("name", Path(source).stem)
@@ -214,8 +215,8 @@ def _from_python(path: Path) -> Task:
     code = _read(path)
     module = ModuleType(f"rayapp_task_{path.stem}")
     module.__file__ = str(path)
-    # Dataclasses look up their module while it runs. It is removed afterwards: otherwise Ray would pickle the task's
-    # class by the module's name, which no other process can import; without the module, it pickles the class itself.
+    # Register the module while it runs: dataclasses look it up. Remove it afterwards: otherwise Ray would pickle the
+    # task's class by the module's name, which other processes can't import. Without the module Ray pickles the class.
     sys.modules[module.__name__] = module
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)
@@ -224,10 +225,10 @@ def _from_python(path: Path) -> Task:
     except InputError:
         raise
     except Exception as error:  # boundary: the user's file
-        raise InputError(f"task file {path} can't run: {type(error).__name__}: {error}") from error
+        raise InputError(f"task file {path} can't be imported: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[module.__name__]
-    return _checked_task(getattr(module, "TASK", None), f"task file {path} has to bind TASK to")
+    return _checked_task(getattr(module, "TASK", None), f"task file {path} must bind TASK to")
 
 
 def _checked_task(task: object, where: str) -> Task:

@@ -1,9 +1,10 @@
-"""Tells local variables from builtins in parsed code, for `banned.py`: `sorted = False` in a bubble sort is allowed.
+"""Distinguishes local variables from builtins in parsed code, for `banned.py`: `sorted = False` in a bubble sort is
+fine.
 
-A name counts as local only if it is bound in an enclosing function, so that Python can never fall back to the builtin.
-A binding in a module or class body, in a comprehension, or under `global` does not count.
+A name counts as local only if it is bound in an enclosing function: then Python never falls back to the builtin. A
+binding in a module or class body, in a comprehension, or under `global` does not count.
 
-    one walk over the tree, in order -> entering a body: push its scope's verdicts on names; leaving it: pop them
+    one walk over the tree, in order -> on entering a body, push what its scope binds; on leaving it, pop that again
 
 Each name is looked up once, whatever the nesting, so the time is proportional to the code's size.
 """
@@ -37,14 +38,14 @@ class Scopes:
         return self._parents.get(node)
 
     def is_local(self, node: ast.Name) -> bool:
-        """True if the name is a variable of an enclosing function."""
+        """Return True if the name is a variable of an enclosing function."""
         return node in self._locals
 
 
 def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
     """Yield every use of a name that is a variable of an enclosing function."""
     said: dict[str, list[bool]] = {}
-    """By name, the verdicts of the enclosing scopes, innermost last: True for a function's variable."""
+    """Name -> for each enclosing scope that has the name, innermost last: True if it is a function's variable."""
     pending: list[ast.AST | _Leave] = [tree]
     while pending:
         node = pending.pop()
@@ -58,7 +59,7 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
         inside = set(body)
         pending += [child for child in ast.iter_child_nodes(node) if child not in inside]
         if body:
-            # Walk the body first, then remove its scope's verdicts before walking the nodes outside it.
+            # Walk the body first, and remove its scope's names before walking the nodes outside the body.
             names = _verdicts(node)
             for name, is_local in names.items():
                 said.setdefault(name, []).append(is_local)
@@ -66,14 +67,14 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
 
 
 class _Leave:
-    """Marks the end of a body in the walk."""
+    """Marker for the end of a body in the walk."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes that run inside a scope: defaults, decorators, bases and annotations run in the outer scope."""
+    """Return the nodes that run inside a scope. Defaults, decorators, bases and annotations run in the outer scope."""
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -84,7 +85,7 @@ def _scope_body(node: ast.AST) -> list[ast.AST]:
 
 
 def _verdicts(scope: ast.AST) -> dict[str, bool]:
-    """Return by name: True if it is a variable of this function, False if it is looked up elsewhere."""
+    """Return name -> True if the name is a variable of this function, False if it is looked up elsewhere."""
     nodes = list(_own_nodes(scope))
     global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
@@ -95,7 +96,7 @@ def _verdicts(scope: ast.AST) -> dict[str, bool]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope's body, but of each nested scope only the first node."""
+    """Yield the nodes of a scope's body. A nested scope's node is yielded, but not the nodes inside it."""
     pending = _scope_body(scope)
     while pending:
         node = pending.pop()

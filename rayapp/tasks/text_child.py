@@ -1,9 +1,10 @@
-"""The program of the text process: makes one call after the other, each with a limit of CPU time.
+"""The program of the text process: runs one call after the other, each with a limit of CPU time.
 
-A call arrives as a pickle, so arguments may be any plain data; the result returns as JSON, which cannot carry code.
+A call arrives as a pickle, so its arguments may be any plain data. The result is sent back as JSON, which can't contain
+code.
 
-Started by `text_process.py`, which explains its purpose. It can import the standard library and those modules of this
-package that need nothing else; it has no environment and no standard output.
+`text_process.py` starts it and explains its purpose. It can import the standard library, and modules of rayapp that
+need nothing else. It has no environment variables and no standard output.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _MEMORY_BYTES = 1 << 30
-"""Limit of address space. Exceeding it raises MemoryError, as `ast.parse` may for a hostile text."""
+"""Maximum address space. Exceeding it raises MemoryError; `ast.parse` may exceed it for a hostile text."""
 
 
 def write_call(stream: BufferedRWPair, call: tuple[Any, ...]) -> None:
-    """Write a call: function, arguments, limit of CPU time. Raises PickleError, TypeError or AttributeError."""
+    """Write a call: (function, arguments, seconds of CPU time). Raises PickleError, TypeError or AttributeError if it
+    can't be pickled."""
     _write(stream, pickle.dumps(call))
 
 
@@ -57,7 +59,7 @@ def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
 
 def main() -> None:
     """Serve the calls that arrive on the socket at standard input, and write the results to it."""
-    # Ignore Ctrl-C, which reaches every process of the terminal: the parent ends this process by closing its socket.
+    # Ignore Ctrl-C, which every process of the terminal gets: the parent ends this process by closing its socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for kind, limit in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
@@ -74,18 +76,18 @@ def main() -> None:
 
 def _answer(call: bytes) -> tuple[str, object]:
     try:
-        function, arguments, cpu_s = pickle.loads(call)  # written by the parent: plain data and our functions
-        # No handler: the kernel ends this process when the time is used up, whatever the interpreter is doing.
+        function, arguments, cpu_s = pickle.loads(call)  # the parent wrote it: plain data and functions of rayapp
+        # Without a signal handler, the kernel ends this process when the time is up, whatever the interpreter does.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         return "returned", function(*arguments)
-    except Exception as error:  # boundary: the caller decides about errors of a rule
+    except Exception as error:  # boundary: reported to the caller, which handles errors of a rule
         return "raised", f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def is_held(condition: Callable[[Any], object], values: object) -> bool:
-    """True if the condition returns a true value for the values; False if it raises."""
+    """Return True if the condition returns a true value for these values; False if it raises."""
     try:
         return bool(condition(values))
     except Exception:  # boundary: a comparison that these values don't support, e.g. abs("x")

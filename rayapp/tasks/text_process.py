@@ -1,13 +1,13 @@
-"""Runs this package's functions on a model's text in a separate process, which can be ended and blocks nothing here.
+"""Runs rayapp's functions on a model's text in a separate process, which can be ended and doesn't block this one.
 
     await on_text(function, text, …) -> text process: function(text, …), limited CPU time -> JSON -> value
     await holds(condition, values)   -> text process: condition(values), limited CPU time         -> bool
 
-A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds or never end; meanwhile
-they hold the interpreter's lock, and a thread can't be ended. Therefore each rollout worker has one small process
-(13 MB, the standard library, no environment) that makes one call after the other. The kernel ends it when a call
-exceeds its CPU time, and the next call starts another. The limit is CPU time, because a verdict must not depend on how
-busy the machine is. The process runs only functions of this package: a model's *code* must run in a sandbox.
+A hostile text can make regular expressions, `ast.parse`, scans and comparisons take seconds or never end. Meanwhile
+they hold the interpreter's lock, and a thread can't be ended. Therefore each rollout worker has one small process (13
+MB, the standard library, no environment variables) that runs one call after the other. The kernel ends it when a call
+exceeds its CPU time, and the next call starts another process. The limit is CPU time, because a verdict must not depend
+on how busy the machine is. The process runs only functions of rayapp: a model's *code* must run in a sandbox.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ from rayapp.core.errors import KindError
 from rayapp.tasks.text_child import is_held, read_frame, write_call
 
 MAX_TEXT_CHARS = 1 << 20
-"""Longer texts are not read; this is about 250,000 tokens."""
+"""Maximum characters of a text, about 250,000 tokens; longer texts are not read."""
 CPU_LIMIT_S = 2.0
-"""CPU time of one call. A normal answer takes under a millisecond, 100,000 characters of pure code about a second."""
+"""Maximum CPU time of one call, in seconds. A normal answer takes under a millisecond, 100,000 characters of code about
+a second."""
 _WALL_LIMIT_S = 60.0
-"""Wall-clock time of one exchange. A longer one means that the machine has a problem, not the text."""
+"""Maximum wall-clock time of one call, in seconds. A call that takes longer is due to the machine, not to the text."""
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class TextTooCostlyError(KindError):
-    """Error of a text that is too long, takes too much time, or ends the process that reads it: this is a verdict.
+    """A text is too long, takes too much time, or crashes the process that reads it. This is a verdict on the text.
 
-    Its kind is too_long or unreadable, for `Reward.status`.
+    The kind, too_long or unreadable, becomes the status of the reward.
     """
 
 
 class TextReadingFailedError(KindError):
-    """Error of a function that raised, or of the text process itself: no verdict on the text.
+    """A function raised, or the text process itself failed. This is no verdict on the text.
 
-    Its kind is reward_error or text_process.
+    The kind is reward_error or text_process.
     """
 
 
@@ -76,7 +77,7 @@ class _TextChild:
             return cls(process, ours.makefile("rwb"))
 
     def end(self) -> int:
-        """End the process, if it still runs. Return its exit status; if negative, the signal that ended it."""
+        """End the process, if it still runs. Returns its exit status, or -N if signal N ended it."""
         with contextlib.suppress(OSError):  # the process may not have read all of the call
             self.stream.close()
         try:
@@ -88,15 +89,18 @@ class _TextChild:
 
 @dataclass(slots=True)
 class TextProcess:
-    """One child process, started at the first call and again after it has ended. Use `on_text`, which shares one."""
+    """Runs calls in a child process, started at the first call and again after it has ended.
+
+    Use `on_text`, which shares one text process.
+    """
 
     cpu_limit_s: float = CPU_LIMIT_S
     _child: _TextChild | None = field(default=None, init=False)
-    # Its own thread: calls keep their order, and no other work waits for a hostile text.
+    # A thread of its own keeps calls in order, and no other work waits for a hostile text.
     _thread: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "text-process"))
 
     async def call(self, function: Callable[..., Any], text: object, *arguments: object) -> Any:
-        """Call a function as `on_text` does."""
+        """Return the result of a call; see `on_text`."""
         if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
             raise TextTooCostlyError(f"it has {len(text)} characters, over {MAX_TEXT_CHARS}", "too_long")
         call = (function, (text, *arguments), self.cpu_limit_s)
@@ -104,11 +108,11 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is none."""
+        """Process id of the child; None while there is no child."""
         return self._child.process.pid if self._child is not None else None
 
     def close(self) -> None:
-        """End the child; a later call starts another."""
+        """End the child; a later call starts another child."""
         child, self._child = self._child, None
         if child is not None:
             child.end()
@@ -124,13 +128,13 @@ class TextProcess:
             self.close()
             raise TextReadingFailedError(f"{name}: {type(error).__name__}: {error}", "text_process") from error
         if not how:
-            raise TextReadingFailedError(f"{name}: its process was ended from outside, twice", "text_process")
+            raise TextReadingFailedError(f"{name}: another program killed its process, twice", "text_process")
         if how == "raised":
             raise TextReadingFailedError(f"{name}: {value}", "reward_error")
         return value
 
     def _exchange(self, call: tuple[Any, ...]) -> tuple[str, object] | None:
-        """Return kind and value of the answer; None if the process was ended from outside."""
+        """Return kind and value of the answer; None if another program killed the child."""
         if self._child is None:
             self._child = self._started()
         try:
@@ -143,7 +147,7 @@ class TextProcess:
         if status in _ENDED_BY_OTHERS:
             return None
         if status >= 0:
-            raise OSError(f"the text process ended with status {status}; its error output says why")
+            raise OSError(f"the text process ended with status {status}; its error output has the reason")
         raise TextTooCostlyError(self._why(status), "unreadable")
 
     def _started(self) -> _TextChild:
@@ -151,13 +155,15 @@ class TextProcess:
         try:
             read_frame(child.stream)
         except (EOFError, OSError) as error:
-            raise OSError(f"the text process can't start: status {child.end()}; its error output says why") from error
+            raise OSError(
+                f"the text process can't start: status {child.end()}; its error output has the reason"
+            ) from error
         return child
 
     def _why(self, status: int) -> str:
         if status == -signal.SIGPROF:
-            return f"reading it took over {self.cpu_limit_s:g} s of CPU time"
-        return f"reading it ended the process that did it ({signal.Signals(-status).name})"
+            return f"reading it took more than {self.cpu_limit_s:g} s of CPU time"
+        return f"reading it crashed the text process ({signal.Signals(-status).name})"
 
 
 _shared = TextProcess()
@@ -168,20 +174,21 @@ async def on_text(function: Callable[..., Any], text: str, *arguments: object) -
     """Return `function(text, *arguments)`, computed in the text process.
 
     Args:
-        function: from a module that imports only the standard library. It takes plain data and returns JSON values:
-            tuples become lists.
+        function: function of a module that imports only the standard library. It takes plain data and returns JSON
+            values: tuples become lists.
     Raises:
-        TextTooCostlyError: over MAX_TEXT_CHARS or CPU_LIMIT_S, or the process crashed.
+        TextTooCostlyError: the text exceeds MAX_TEXT_CHARS or CPU_LIMIT_S, or the process crashed.
         TextReadingFailedError: the function raised, or the process can't be started.
     """
     return await _shared.call(function, text, *arguments)
 
 
 async def holds(condition: Callable[[Any], object], values: object) -> bool:
-    """True if a condition holds for values from a sandbox (plain data); False if it raises or exceeds CPU_LIMIT_S.
+    """Return True if a condition holds for values from a sandbox (plain data); False if it raises or exceeds
+    CPU_LIMIT_S.
 
     Args:
-        condition: a function as for `on_text`, or a `partial` of one.
+        condition: function of a module that imports only the standard library, or a `partial` of such a function.
     Raises:
         TextReadingFailedError: the process can't be started.
     """
@@ -192,6 +199,6 @@ async def holds(condition: Callable[[Any], object], values: object) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment: no secrets, and a fixed hash seed, so that sets always have the same order."""
+    """Return the child's environment: no secrets, and a fixed hash seed, which gives sets a fixed order."""
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return needed | {"PYTHONPATH": str(_PACKAGE_ROOT), "PYTHONHASHSEED": "0"}

@@ -1,12 +1,12 @@
 """Computes the verdict on an answer, for training, evaluation, `score`, `try`, `rescore` and `task audit`.
 
-    truth() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
+    score() -> Reward -> + format and tool terms -> judges -> a finite reward, or an invalid one with a failure kind
 
-Tasks, reward functions and judges are foreign code: whatever they raise or return costs at most one trajectory.
+Tasks, reward functions and judges are foreign code: if one raises or returns nonsense, at most one trajectory fails.
 
 `shape_group` adds DAPO's soft overlong punishment (arXiv:2503.14476, §3.4) to the rewards of a training group, if
-`algorithm.overlong.buffer_tokens` is set; evaluation never uses it. As in verl, the length counts all tokens after the
-prompt, including tool results: the length that `rollout.max_completion_tokens` limits.
+`algorithm.overlong.buffer_tokens` is set. Evaluation never adds it. Like in verl, the length counts all tokens after
+the prompt, tool results included; `rollout.max_completion_tokens` limits this length.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rayapp.core.trajectories import branches, storable, summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, SandboxSpec, Trajectory
 from rayapp.tasks.custom_rewards import RewardFailedError, readable_error, storable_terms
 
-Truth = Callable[[], Awaitable[Reward]]
-"""Scores one answer, from a task, a rule, a reward function or an environment."""
+Scorer = Callable[[], Awaitable[Reward]]
+"""Function that scores one answer: that of a task, a rule, a user's reward function or an environment."""
 ENDS_GROUP = (
     SandboxConfigError,
     EngineError,
@@ -43,12 +43,12 @@ ENDS_GROUP = (
     ProcessDiedError,
     ObjectsLostError,
 )
-"""Errors that say nothing about one trajectory: a configuration that can never work, and lost rayapp processes."""
+"""Errors that are not about one trajectory: a configuration that can never work, and lost processes of rayapp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of the terms that are added to the value of a truth."""
+    """Weights of the terms that are added to the value of a score."""
 
     format: float = 0.0
     tool: float = 0.0
@@ -61,21 +61,22 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRewards:
-    """Rewards from a trajectory's tools."""
+    """Rewards that a trajectory's tools gave."""
 
     calls: float = 0.0
-    """Sum over single calls."""
+    """Sum of the rewards of single calls."""
     verdicts: float = 0.0
     """Sum of the tools' verdicts on the whole trajectory."""
 
 
 PLAIN = Weights()
 LEASE_TIMEOUT_S = 120.0
-"""Longest wait for a sandbox: a busy pool is normal, but a pool that gives none for two minutes is broken."""
+"""Maximum wait for a sandbox, in seconds. A busy pool is normal, but a pool without a free sandbox for two minutes is
+broken."""
 
 
 async def verdict(
-    truth: Truth,
+    score: Scorer,
     *,
     weights: Weights = PLAIN,
     tools: ToolRewards | None = None,
@@ -84,18 +85,19 @@ async def verdict(
     """Return the reward of one answer.
 
     Args:
-        tools: None if this reward has no terms for tools.
-        judge: adds the scores of judges.
+        score: function that scores the answer.
+        tools: rewards of tools; None if the reward has no terms for tools.
+        judge: function that adds the scores of judges; None if there are none.
     Returns:
-        A reward whose numbers are finite. If the truth or a judge fails, an invalid reward with its failure kind:
-        reward_error for an exception, reward_nonsense for a wrong type or number, sandbox_gone and other kinds of
-        sandbox errors, or the error's own kind.
+        A reward whose numbers are finite. If `score` or a judge fails, it is invalid and has a failure kind:
+        reward_error for an exception, reward_nonsense for a wrong type or number, sandbox_gone and others for errors of
+        a sandbox, or the error's own kind.
     Raises:
         One of `ENDS_GROUP`.
     """
     started = time.perf_counter()
     try:
-        reward = settled(await guarded(truth, named))
+        reward = settled(await guarded(score, named))
         if reward.valid:
             reward = settled(_weighed(reward, weights, tools))
         if judge is not None:
@@ -107,12 +109,13 @@ async def verdict(
 
 
 async def task_verdict(task: Task, prompt: Prompt, text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-    """Return the verdict of a task on a completion, without tools and judges. Raises as `verdict`."""
+    """Return the verdict of a task on a completion, without tools and judges. Raises one of `ENDS_GROUP`."""
     return await verdict(lambda: task.score(prompt, text, sandboxes, seed=seed))
 
 
 def settled(reward: object) -> Reward:
-    """Return the reward with plain finite numbers; for anything else an invalid reward of kind reward_nonsense."""
+    """Return the reward with plain finite numbers. If it has others or is no Reward, return an invalid reward of kind
+    reward_nonsense."""
     try:
         return _checked(reward)
     except Exception as error:  # boundary: a reward may hold objects of the user's classes
@@ -124,7 +127,7 @@ def _checked(reward: object) -> Reward:
         raise TypeError(f"the verdict is a {type(reward).__name__}, not a Reward")
     for name in ("status", "failure_kind", "detail"):
         if not isinstance(getattr(reward, name), str):
-            raise TypeError(f"its {name} is a {type(getattr(reward, name)).__name__}, not a text")
+            raise TypeError(f"its {name} is a {type(getattr(reward, name)).__name__}, not a str")
     value = storable(reward.value) if reward.valid else 0.0
     return replace(reward, value=value, terms=storable_terms(reward.terms), valid=bool(reward.valid))
 
@@ -138,7 +141,8 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
 
 
 def named(error: BaseException) -> Exception:
-    """Return the error that a trajectory fails with: errors of `ENDS_GROUP` unchanged, any other with its kind."""
+    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other as an error with a
+    kind."""
     if isinstance(error, ENDS_GROUP):
         return error
     if isinstance(error, SandboxError):
@@ -151,8 +155,8 @@ def named(error: BaseException) -> Exception:
 async def judged_in_sandbox(
     sandboxes: SandboxSource, spec: SandboxSpec, judge: Callable[[Sandbox], Awaitable[Reward]]
 ) -> Reward:
-    """Return the verdict of `judge`, which gets its own sandbox. A failed sandbox is replaced once; if the second fails
-    too, the verdict is invalid.
+    """Return the verdict of `judge`, which gets its own sandbox. If the sandbox fails, `judge` runs once more in
+    another one; if this one fails too, the verdict is invalid.
 
     Raises:
         SandboxConfigError: this configuration can never give a sandbox.
@@ -180,9 +184,9 @@ PENALTY_TERM = "overlong_penalty"
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the term to add to the reward: 0 up to `max_tokens - buffer_tokens`, then linearly to -penalty.
+    """Return the term to add to the reward: 0 up to `max_tokens - buffer_tokens`, then decreasing linearly.
 
-    It reaches -penalty at `max_tokens`.
+    At `max_tokens` the term is -penalty.
 
     Example: 90, 100, 110 and 120 tokens of at most 120, buffer 20, penalty 1 -> 0, 0, -0.5, -1.
     """
@@ -193,7 +197,8 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
 
 
 def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Group, GroupSummary]:
-    """Return the group with the penalty added to its rewards, as a separate term; unchanged if none is configured."""
+    """Return the group with the overlong penalty added to its rewards and recorded as a term; unchanged if the penalty
+    is not configured."""
     if config.algorithm.overlong.buffer_tokens == 0:
         return group, summary
     shaped = replace(group, trajectories=tuple(_shaped(t, config) for t in group.trajectories))
@@ -201,7 +206,7 @@ def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Gr
 
 
 def _response_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens after the prompt in the longest branch: each branch is a separate conversation."""
+    """Return the number of tokens after the prompt in the longest branch. Each branch is a separate conversation."""
     sampled = (trajectory.response_mask[branch] for branch in branches(trajectory.num_tokens, trajectory.forks))
     return max(mask.size - int(mask.argmax()) if mask.any() else 0 for mask in sampled)
 

@@ -1,13 +1,13 @@
-"""The interface of tools: a JSON schema that the policy reads, and four calls per trajectory. Called by the agent loop.
+"""The interface of tools: a JSON schema that the policy reads, and four methods, which the agent loop calls.
 
     create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
 
 A tool object serves many trajectories at once; data of one trajectory belongs in its state. To add a tool, write one
 file with one class (see docs/tools.md).
 
-A `ToolCallParser` finds the tool calls in the policy's text: vLLM's, behind `rayapp.engine.vllm_tool_parser`; tests
-without vLLM read the hermes form with `support.hermes`. A parser never raises for a text of the policy: an unreadable
-call is a `RawCall` with its `problem`.
+A `ToolCallParser` finds the tool calls in the policy's text. Runs use vLLM's (`rayapp.engine.vllm_tool_parser`); tests
+without vLLM use `support.hermes`. A parser raises no exception for a policy's text: it returns an unreadable call as a
+`RawCall` with a `problem`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import ExecRecord
+from rayapp.tools.config import parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class ToolSchema:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of the arguments; calls that don't fit it never reach the tool."""
+    """JSON schema of the arguments. Calls whose arguments don't fit the schema never reach the tool."""
 
     @classmethod
     def from_openai(cls, schema: Mapping[str, Any], *, where: str) -> ToolSchema:
@@ -45,7 +48,9 @@ class ToolSchema:
         """
         function = schema.get("function")
         if schema.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
-            raise ConfigError(f"{where}: a tool_schema needs type: function and function: {{name: …}}, got {schema!r}")
+            raise ConfigError(
+                f"{where}: tool_schema is {schema!r:.200}: it needs `type: function` and `function: {{name: …}}`"
+            )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         return cls(name=str(function["name"]), description=str(function.get("description", "")), parameters=parameters)
 
@@ -57,26 +62,27 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """The result of one call."""
+    """Result of one call."""
 
     text: str
     """Text for the policy; the agent loop cuts it to length."""
     reward: float | None = None
     """The tool's own verdict on this call, recorded as an intermediate reward."""
     waited_s: float = 0.0
-    """Seconds before the call could start (rate limit, free sandbox); not part of the tool's own time."""
+    """Seconds that the call waited for a rate limit or a free sandbox; they don't count as the tool's time."""
     execs: tuple[ExecRecord, ...] = ()
     """Executions in sandboxes during the call, for the rollout's trace."""
     answer: str | None = None
-    """The trajectory's answer, from a tool with `ends_episode`: it is scored in place of the policy's last turn."""
+    """The trajectory's answer, which is scored instead of the policy's last turn; only from a tool with `ends_episode`.
+    """
 
 
 class ToolFailedError(Exception):
-    """Failure of a call that the policy should read: it becomes the tool's result, and the trajectory continues.
+    """A call failed, and the policy reads why: the text becomes the tool's result, and the trajectory continues.
 
     Args:
         text: text for the policy.
-        kind: name in the metrics, e.g. failed, timeout.
+        kind: kind of failure in the metrics, e.g. failed or timeout.
     """
 
     def __init__(self, text: str, kind: str = "failed") -> None:
@@ -89,21 +95,21 @@ class ToolFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """The services that a process offers to its tools."""
+    """Services that a process offers to its tools."""
 
     sandboxes: SandboxSource | None = None
-    """Source of sandboxes, for tools that run code."""
+    """Source of sandboxes, for tools that run code; None if the process has none."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Environment variables, for keys."""
+    """Environment variables, from which tools read keys."""
 
 
 class Tool(Protocol):
-    """One tool of the policy. All calls may run side by side, for different trajectories and within one turn.
+    """One tool of the policy. Its methods may run concurrently, for different trajectories and for calls of one turn.
 
     Raises, from create, execute and reward:
         ToolFailedError: the policy reads the message.
-        RayappError: the trajectory fails, without a verdict on the policy.
-        Any other exception counts as a crash of the tool; the policy reads that the call failed.
+        RayappError: the trajectory fails and gets no reward.
+        Any other exception counts as a crash of the tool; the policy reads only that the call failed.
     """
 
     @property
@@ -115,17 +121,17 @@ class Tool(Protocol):
         ...
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """Return the state of one trajectory. This must be cheap: expensive work starts with the first `execute`.
+        """Return the state of one trajectory. This must be cheap: leave expensive work to the first `execute`.
 
         Args:
             kwargs: `extra_info.tools_kwargs.<name>.create_kwargs` of the data row.
         Raises:
-            InputError: the row lacks what this tool needs.
+            InputError: the row lacks a field that this tool needs.
         """
         ...
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        """Run one call; `arguments` fit the schema."""
+        """Run one call, whose arguments fit the schema. Returns its result."""
         ...
 
     async def reward(self, state: Any) -> float | None:
@@ -133,23 +139,38 @@ class Tool(Protocol):
         ...
 
     async def release(self, state: Any) -> None:
-        """Release the resources of the state. Called exactly once, also after failures."""
+        """Release the resources of the state. It is called exactly once, also after failures."""
         ...
 
 
+class ToolConfig(BaseModel):
+    """`config` of a tool's entry. A tool with keys of its own has a subclass as its `Config`; other keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str = "native"
+    timeout: float | None = Field(None, gt=0)
+    """Deadline of one call in seconds. null: the class's `timeout_s`."""
+
+
 class ToolBase:
-    """Base class of most tools; subclasses add `schema` and `execute`, and the other three if they keep state.
+    """Base class of most tools. Subclasses add `schema` and `execute`; if they have their own keys, `Config`; if they
+    keep state, the other three methods.
 
     Args:
-        config: the `config` section of the tool's entry; `timeout` is the deadline of one call in seconds.
-        schema: the entry's `tool_schema`; None keeps the class's own.
+        config: section `config` of the tool's entry.
+        schema: `tool_schema` of the entry; None for the class's own schema.
         context: services of the process.
+    Raises:
+        ConfigError: `config` has a key that `Config` lacks, or a wrong value.
     """
 
+    Config: type[ToolConfig] = ToolConfig
+    config: ToolConfig
     schema: ToolSchema
     timeout_s: float = 30.0
     ends_episode = False
-    """True for a tool whose output may contain the answer, which ends the trajectory. It also runs in the last turn."""
+    """True for a tool whose output may contain the trajectory's answer and so end it. Such a tool also runs in the last
+    turn."""
 
     def __init__(
         self,
@@ -157,12 +178,12 @@ class ToolBase:
         schema: ToolSchema | None = None,
         context: ToolContext | None = None,
     ) -> None:
-        self.config = dict(config or {})
+        self.config = parse(config or {}, self.Config, where=f"config of tool {type(self).__name__}")
         self.context = context or ToolContext()
         if schema is not None:
             self.schema = schema
-        if "timeout" in self.config:
-            self.timeout_s = float(self.config["timeout"])
+        if self.config.timeout is not None:
+            self.timeout_s = self.config.timeout
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
         return None
@@ -183,7 +204,7 @@ class RawCall:
 
     name: str = ""
     arguments: str = "{}"
-    """JSON text."""
+    """JSON text of the arguments."""
     problem: str = ""
     """Reason why the call is unreadable; empty if it is readable."""
 
@@ -197,20 +218,20 @@ class ToolCallParser(Protocol):
         ...
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
-        """Return every call in one turn's text, in order. The text includes the model's special tokens."""
+        """Return all calls in a turn's text, in order. The text includes the model's special tokens."""
         ...
 
     def words(self, text: str) -> str:
-        """Return the text outside the calls, for a text that has calls."""
+        """Return the part of a turn's text outside its calls. The text must have calls."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCall:
-    """One call as a model's chat template writes it, to test whether a parser finds it."""
+    """Example of a call in the form of a model's chat template, to test whether a parser finds it."""
 
     texts: tuple[str, ...]
-    """Assistant texts that make the call, in the forms of different templates; the model uses one of them."""
+    """Texts of an assistant's turn with this call. The parser must find the call in one of them."""
     name: str
     arguments: dict[str, object]
 
@@ -227,11 +248,11 @@ class SampleCall:
 
 
 MAX_CALLS = 64
-"""Most calls that are read in one turn. A call needs only a few tokens, but costs a parse, a record and a result."""
+"""Maximum calls that are read in one turn: a call of only a few tokens costs a parse, a record and a result."""
 
 
 def thoughts_of(text: str) -> str:
-    """Return the turn's thoughts: the text up to the last `</think>`, without the marks."""
+    """Return a turn's thoughts: the text up to the last `</think>`, without the tags."""
     thoughts, end, _ = text.rpartition("</think>")
     if not end:
         return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
@@ -239,6 +260,6 @@ def thoughts_of(text: str) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the part of a turn after the last `</think>`: only calls in it count, not those quoted in the thoughts."""
+    """Return the part of a turn after the last `</think>`. Only calls in this part count, not calls in the thoughts."""
     _, end, rest = text.rpartition("</think>")
     return "" if not end and text.lstrip().startswith("<think>") else rest

@@ -1,8 +1,8 @@
-"""Tools of an agent that writes code, all in the trajectory's workspace. Made by `loading.py`.
+"""Tools of an agent that writes code. They work in the trajectory's workspace; `loading.py` makes them.
 
 | tool | effect |
 |---|---|
-| `python` | runs Python; names persist between the calls of a trajectory |
+| `python` | runs Python; variables persist between the calls of a trajectory |
 | `bash` | runs a command line |
 | `edit` | writes a file, or replaces a text in it |
 | `run_tests` | runs the task's public tests on a file |
@@ -28,17 +28,18 @@ from rayapp.tools.workspace import MAX_FILE_BYTES, Workspace, WorkspaceConfig, W
 
 
 class PythonToolConfig(WorkspaceConfig):
-    """`config` of the Python tool's entry."""
+    """Section `config` of the Python tool's entry."""
 
     stateful: bool = True
-    """If False, every call gets its own sandbox: no state is kept, and fewer sandboxes serve more trajectories."""
+    """If False, every call gets its own sandbox: no state is kept, and fewer sandboxes are enough for more
+    trajectories."""
 
 
 class PythonTool(WorkspaceTool):
-    """`python`: runs Python in the workspace."""
+    """Tool `python`: runs Python in the workspace."""
 
     Config = PythonToolConfig
-    own: PythonToolConfig
+    config: PythonToolConfig
     schema = ToolSchema(
         name="python",
         description="Runs Python code and returns what it prints. Names stay defined from one call to the next.",
@@ -55,7 +56,7 @@ class PythonTool(WorkspaceTool):
 
     async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
         code = str(arguments["code"])
-        if self.own.stateful:
+        if self.config.stateful:
             return await self._run(state, code)
         workspace = open_workspace([self])
         try:
@@ -65,15 +66,15 @@ class PythonTool(WorkspaceTool):
 
     async def _run(self, workspace: Workspace, code: str) -> ToolOutput:
         async def run(sandbox: Sandbox) -> ExecResult:
-            return await sandbox.run_code(code, timeout_s=self.own.timeout, stateful=self.own.stateful)
+            return await sandbox.run_code(code, timeout_s=self.config.timeout, stateful=self.config.stateful)
 
         used = await workspace.use(run)
-        text = result_text(used.value, stateful=self.own.stateful)
+        text = result_text(used.value, stateful=self.config.stateful)
         return ToolOutput(text=text, waited_s=used.waited_s, execs=(used.ran,))
 
 
 def result_text(result: ExecResult, *, stateful: bool = False) -> str:
-    """Return an execution as text for the policy: its output as in a terminal, and the reason if it was stopped."""
+    """Return an execution as text for the policy: its output, like in a terminal, and why it was stopped, if it was."""
     parts = [result.stdout, result.stderr]
     if result.error and result.error not in result.stderr:
         parts.append(result.error)
@@ -87,15 +88,17 @@ def result_text(result: ExecResult, *, stateful: bool = False) -> str:
 
 
 Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
-"""Runs a task's public tests on an answer's text in a sandbox."""
+"""Function that runs a task's public tests on an answer's text in a sandbox."""
 _NO_SUCH_PROGRAM = 127
 _SHELL = ("env", "PYTHONDONTWRITEBYTECODE=1", "bash", "-c")
-"""Bytecode is not cached: Python detects a changed source by size and whole seconds, and an agent edits faster."""
+"""Start of a shell command. Bytecode is not cached: Python detects a changed file by its size and its time in whole
+seconds, and an agent may edit a file twice in a second."""
 _PATH = {"type": "string", "description": "Path of a file, relative to your workspace"}
 
 
 class BashTool(WorkspaceTool):
-    """`bash`: runs a command line in the workspace. Files persist between calls; variables and the folder don't."""
+    """Tool `bash`: runs a command line in the workspace. Files persist between calls; shell variables and the current
+    folder don't."""
 
     schema = ToolSchema(
         name="bash",
@@ -110,29 +113,29 @@ class BashTool(WorkspaceTool):
     async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
         command = str(arguments["command"])
         if "\0" in command:
-            raise ToolFailedError("a command can't hold the character NUL", "bad_arguments")
+            raise ToolFailedError("the command contains the character NUL", "bad_arguments")
 
         async def run(sandbox: Sandbox) -> ExecResult:
             if not state.has_shell:
-                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.own.timeout))
+                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.config.timeout))
                 state.has_shell = True
-            return await sandbox.run_command([*_SHELL, command], timeout_s=self.own.timeout)
+            return await sandbox.run_command([*_SHELL, command], timeout_s=self.config.timeout)
 
         used = await state.use(run)
         return ToolOutput(text=_shell_text(used.value), waited_s=used.waited_s, execs=(used.ran,))
 
 
 def _check_shell(probe: ExecResult) -> None:
-    """Raises SandboxConfigError: no command line can run in this sandbox."""
+    """Raise SandboxConfigError if this probe shows that command lines can't run in the sandbox."""
     if probe.isolation.startswith("ll"):
-        why = "level ll lets no program start another"
+        why = "at isolation level ll a program can't start another program"
     elif probe.exit_code == _NO_SUCH_PROGRAM:
-        why = f"there is no bash in it ({probe.stderr.strip()})"
+        why = f"bash is not installed in them ({probe.stderr.strip()})"
     else:
         return
     raise SandboxConfigError(
-        f"the tool bash can't work in this run's sandboxes: {why}. Leave it out (in a task: tools: [edit, python, "
-        "run_tests, submit]), or use nodes or a provider whose sandboxes can (docs/tools.md)."
+        f"the tool bash can't work in this run's sandboxes: {why}. Leave bash out (in a task: tools: [edit, python, "
+        "run_tests, submit]), or use nodes or a provider whose sandboxes can run it (docs/tools.md)"
     )
 
 
@@ -144,7 +147,7 @@ def _shell_text(result: ExecResult) -> str:
 
 
 class EditTool(WorkspaceTool):
-    """`edit`: writes a whole file, or replaces a text that occurs in it exactly once."""
+    """Tool `edit`: writes a whole file, or replaces a text that occurs exactly once in a file."""
 
     schema = ToolSchema(
         name="edit",
@@ -180,7 +183,9 @@ async def _edited(sandbox: Sandbox, path: str, arguments: Mapping[str, Any]) -> 
     text = await read_text(sandbox, path)
     count = text.count(old) if old else 0
     if count != 1:
-        raise ToolFailedError(f"old_str is in {path} {count} times; it has to be there once: give more of the text")
+        raise ToolFailedError(
+            f"old_str is in {path} {count} times: it must be there exactly once. Give more of the text around it"
+        )
     return text.replace(old, new)
 
 
@@ -193,13 +198,13 @@ async def _write(sandbox: Sandbox, path: str, text: str) -> None:
     except OSError as error:
         if isinstance(error, SandboxError):
             raise
-        # The error's own text contains the sandbox's id, which differs from run to run and must not reach the policy.
-        raise ToolFailedError(f"{path} can't be written there, or the disk is full") from None
+        # Hide the error's own text: it contains the sandbox's id, which differs between runs.
+        raise ToolFailedError(f"{path} can't be written: the path is not allowed, or the disk is full") from None
 
 
 @dataclass(slots=True)
 class _Tested:
-    """State of `run_tests`."""
+    """State of the tool `run_tests` in one trajectory."""
 
     workspace: Workspace
     check: Check
@@ -210,9 +215,9 @@ class _Tested:
 
 
 class RunTestsTool(WorkspaceTool):
-    """`run_tests`: runs the task's public tests on a file of the workspace.
+    """Tool `run_tests`: runs the task's public tests on a file of the workspace.
 
-    A call's reward is its progress: the increase of the pass rate over the trajectory's best so far. The rewards of all
+    The reward of a call is the increase of the pass rate over the trajectory's best one so far. So the rewards of all
     calls add up to the best pass rate.
     """
 
@@ -225,7 +230,9 @@ class RunTestsTool(WorkspaceTool):
 
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Tested:
         if not callable(kwargs.get("check")):
-            raise InputError(f"tool {self.schema.name}: the task has no public tests (docs/tasks.md)")
+            raise InputError(
+                f"tool {self.schema.name}: the task has no public tests. Add some (docs/tasks.md), or leave it out"
+            )
         return _Tested(workspace, kwargs["check"])
 
     async def execute(self, state: _Tested, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -241,7 +248,7 @@ class RunTestsTool(WorkspaceTool):
 
 
 class SubmitTool(WorkspaceTool):
-    """`submit`: hands in the answer, which ends the trajectory."""
+    """Tool `submit`: hands in the answer, which ends the trajectory."""
 
     ends_episode = True
     schema = ToolSchema(
@@ -255,7 +262,7 @@ class SubmitTool(WorkspaceTool):
 
     async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
         if ("path" in arguments) == ("answer" in arguments):
-            raise ToolFailedError("give either path or answer", "bad_arguments")
+            raise ToolFailedError("give either path or answer, not both", "bad_arguments")
         if "answer" in arguments:
             return ToolOutput(text="handed in", answer=str(arguments["answer"]))
         path = _path(arguments)
@@ -269,7 +276,7 @@ class SubmitTool(WorkspaceTool):
 
 @dataclass(slots=True)
 class _Work:
-    """State of `submit_work`."""
+    """State of the tool `submit_work` in one trajectory."""
 
     workspace: Workspace
     collect: Callable[[Sandbox], Awaitable[str]]
@@ -279,7 +286,7 @@ class _Work:
 
 
 class SubmitWorkTool(WorkspaceTool):
-    """`submit` for tasks whose answer is the workspace itself, as the task collects it."""
+    """Tool `submit` for tasks whose answer is the workspace itself: the task collects the files."""
 
     ends_episode = True
     schema = ToolSchema(name="submit", description="Hands in your workspace as it is and ends your work.")
@@ -300,7 +307,7 @@ class SubmitWorkTool(WorkspaceTool):
 
 
 def fenced(code: str) -> str:
-    """Return a file's content as one code block; its fence is longer than any fence in the content."""
+    """Return a file's content as one fenced code block. The fence is longer than any fence in the content."""
     longest = max((len(marks) for marks in re.findall("`+|~+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}python\n{code.rstrip()}\n{fence}\n"
@@ -309,7 +316,7 @@ def fenced(code: str) -> str:
 def _path(arguments: Mapping[str, Any]) -> str:
     path = str(arguments["path"])
     if not path or "\0" in path:
-        raise ToolFailedError("path has to name a file", "bad_arguments")
+        raise ToolFailedError("path must name a file", "bad_arguments")
     return path
 
 

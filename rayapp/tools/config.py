@@ -5,7 +5,7 @@
         config: {type: mcp, rate_limit: 120, timeout: 120}
         mcp: {mcp_servers_config_path: mcp_server.json, tool_selected_list: [run_code_once]}
 
-The servers' file is JSON, `#` comments allowed: {"mcpServers": {"name": {"url": …, "api_key": …}}}.
+The file of MCP servers is JSON that may contain `#` comments: {"mcpServers": {"name": {"url": …, "api_key": …}}}.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class _Frozen(BaseModel):
 
 
 class McpSection(_Frozen):
-    """The MCP servers, and the selected tools."""
+    """Section `mcp` of an entry: the MCP servers, and the tools to take from them."""
 
     mcp_servers_config_path: str
-    """File with `mcpServers`; a relative path is looked up beside the tool file, then in the working directory."""
+    """Path of the file with `mcpServers`. A relative path is searched beside the tool file, then in the working
+    directory."""
     tool_selected_list: tuple[str, ...] = ()
-    """Tools that the policy gets; empty takes all."""
+    """Names of the tools that the policy gets; empty for all."""
 
 
 class ToolEntry(_Frozen):
-    """One entry of `tools`."""
+    """One entry of the list `tools`."""
 
     class_name: str
     config: dict[str, Any] = Field(default_factory=dict)
@@ -48,38 +49,39 @@ class ToolEntry(_Frozen):
 
 
 class McpToolConfig(_Frozen):
-    """`config` of an MCP entry."""
+    """Section `config` of an entry with `type: mcp`."""
 
     type: Literal["mcp"] = "mcp"
     rate_limit: float = Field(120.0, gt=0)
-    """Most calls per second of a worker; also the number of calls that may start at once after a pause."""
+    """Maximum calls per second of one worker. It is also the number of calls that may start at once after a pause."""
     timeout: float = Field(30.0, gt=0)
-    """Deadline of one call in seconds, counted from sending."""
+    """Deadline of one call in seconds, from when it is sent."""
     max_wait: float = Field(300.0, gt=0)
-    """Longest wait for the rate limit in seconds."""
+    """Maximum wait of a call for the rate limit, in seconds."""
     reconnect_timeout: float = Field(30.0, gt=0)
-    """Seconds of reconnection attempts, with growing pauses, to a lost server; then trajectories that need it fail."""
+    """Seconds for which a worker tries to reconnect to a lost server, with growing pauses. After that, trajectories
+    that need the server fail."""
     session: Literal["worker", "trajectory"] = "worker"
-    """`worker`: one session for all trajectories of a worker. `trajectory`: one session each, for stateful tools."""
+    """`worker`: all trajectories of a worker share one session. `trajectory`: each has its own, for stateful tools."""
 
 
 class McpServer(_Frozen):
-    """One entry of `mcpServers`."""
+    """One entry of the object `mcpServers`."""
 
     url: str = Field(min_length=1)
-    """Endpoint of streamable HTTP, e.g. http://127.0.0.1:8082/mcp."""
+    """Endpoint for streamable HTTP, e.g. http://127.0.0.1:8082/mcp."""
     api_key: str = ""
-    """Sent in `api_key_header`. Write ${VARIABLE} to take it from the environment."""
+    """Key that is sent in the header `api_key_header`. ${VARIABLE} stands for the value of an environment variable."""
     api_key_env: str = ""
-    """Environment variable that holds the key; an alternative to `api_key`."""
+    """Name of the environment variable with the key; an alternative to `api_key`."""
     api_key_header: str = "E2B-API-KEY"
     auth_token: str = ""
-    """Sent as `Authorization: Bearer …`; ${VARIABLE} as above."""
+    """Token that is sent as `Authorization: Bearer …`; it may contain ${VARIABLE}."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Further headers; ${VARIABLE} as above."""
+    """Further headers; their values may contain ${VARIABLE}."""
 
     def all_headers(self, environ: Mapping[str, str], *, where: str) -> dict[str, str]:
-        """Return all headers of a request.
+        """Return all headers of a request to this server.
 
         Raises:
             ConfigError: a variable is not set.
@@ -94,10 +96,10 @@ class McpServer(_Frozen):
 
 
 def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
-    """Return a text with each ${VARIABLE} replaced by its value.
+    """Return a text with each ${VARIABLE} replaced by the variable's value.
 
     Raises:
-        ConfigError: a variable is not set, or is empty.
+        ConfigError: a variable is not set or is empty.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -119,7 +121,7 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
     data = _load(path, "tool file")
     entries = data.get("tools") if isinstance(data, dict) else None
     if not isinstance(entries, list):
-        raise ConfigError(f"tool file {path}: a list `tools` was expected")
+        raise ConfigError(f"tool file {path}: it has no list `tools` at the top level (docs/tools.md)")
     return tuple(parse(entry, ToolEntry, where=f"tool file {path}: tools[{i}]") for i, entry in enumerate(entries))
 
 
@@ -136,7 +138,7 @@ def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
     data = _load(path, "mcp_servers_config_path")
     servers = data.get("mcpServers") if isinstance(data, dict) else None
     if not isinstance(servers, dict) or not servers:
-        raise ConfigError(f'{path}: {{"mcpServers": {{"name": {{"url": "http://…/mcp"}}}}}} was expected')
+        raise ConfigError(f'{path}: it must have the form {{"mcpServers": {{"name": {{"url": "http://…/mcp"}}}}}}')
     return {str(name): parse(entry, McpServer, where=f"{path}: {name}") for name, entry in servers.items()}
 
 
@@ -154,7 +156,7 @@ def parse(data: object, section: type[Section], *, where: str) -> Section:
 
 def _load(path: Path, what: str) -> Any:
     try:
-        # YAML also for .json: YAML is a superset of JSON, and the files in use contain comments.
+        # Read .json files as YAML too: YAML is a superset of JSON, and existing files contain comments.
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} can't be read: {getattr(error, 'strerror', None) or error}") from error

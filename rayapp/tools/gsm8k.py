@@ -1,7 +1,7 @@
-"""`calc_gsm8k_reward`: tells the policy whether an answer to its GSM8K problem is right. Made by `loading.py`.
+"""Tool `calc_gsm8k_reward`: checks the policy's answer to a GSM8K problem. `loading.py` makes it.
 
 The rule is that of verl's Gsm8kTool: the answer is the last number in the argument. A call that does not score higher
-than the trajectory's best call so far has a small negative reward, so that repeated guesses do not pay.
+than the trajectory's best call so far has a small negative reward, to discourage repeated guesses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _State:
 
 
 class Gsm8kTool(ToolBase):
-    """`calc_gsm8k_reward`. Its state is the row's ground truth and the best score so far."""
+    """Tool `calc_gsm8k_reward`. Its state is the row's ground truth and the trajectory's best score so far."""
 
     schema = ToolSchema(
         name="calc_gsm8k_reward",
@@ -42,7 +42,7 @@ class Gsm8kTool(ToolBase):
         if truth is None:
             raise InputError(
                 f"tool {self.schema.name}: the row has no extra_info.tools_kwargs.{self.schema.name}.create_kwargs."
-                "ground_truth"
+                "ground_truth (docs/tools.md)"
             )
         return _State(str(truth))
 
@@ -64,5 +64,5 @@ def last_number(text: str) -> str:
 
 
 def score_answer(answer: str, ground_truth: str) -> float:
-    """Return 1.0 if the answer's last number is written like the ground truth, else 0.0 (verl's `flexible` method)."""
+    """Return 1.0 if the answer's last number equals the ground truth as text, else 0.0: verl's method `flexible`."""
     return float(last_number(answer) == ground_truth and bool(ground_truth))

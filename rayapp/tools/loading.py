@@ -1,6 +1,6 @@
 """Makes a `ToolSet` from a tool file. Called by rollout workers and by tests; each worker opens its own.
 
-verl's class names are mapped to the classes of this package. Any other class is given by import path or by file:
+Class names of verl stand for the classes of this package. Any other class is named by its import path or its file:
 `dice.py:Dice`. Such a file is the user's own, is trusted, and runs in this process.
 """
 
@@ -33,13 +33,13 @@ SHIPPED = {
     "submit": "rayapp.tools.coding.SubmitTool",
     "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
-"""Classes by short name, for tool files and for tasks that bring tools."""
+"""Short name -> class, for tool files and for tasks that bring tools."""
 KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
     "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
 }
-"""Classes of this package by short name and by verl's class name."""
+"""Short name or verl's class name -> class of this package."""
 
 
 async def open_tools(
@@ -49,12 +49,13 @@ async def open_tools(
     brought: Sequence[str] = (),
     made: Sequence[Tool] = (),
 ) -> ToolSet:
-    """Return the tools of a tool file, connected, and the tools that a task brings.
+    """Return the tools of a tool file and the tools that a task brings, with their servers connected.
 
     Args:
-        path: tool file; empty if there is none.
-        brought: short names or classes, without a config; the file's tools of the same names replace them.
-        made: existing tools.
+        path: path of the tool file; empty if there is none.
+        brought: short names or class names of tools without a config. A tool of the file with the same name replaces
+            one of them.
+        made: tools that are made already.
     Raises:
         ConfigError: the file is wrong, a tool does not exist, or an MCP server can't be used.
     """
@@ -104,7 +105,7 @@ async def _mcp_tools(
     entry: ToolEntry, path: Path, context: ToolContext, links: list[McpLink], where: str
 ) -> list[Tool]:
     if entry.mcp is None:
-        raise ConfigError(f"{where}: it needs a section mcp: {{mcp_servers_config_path: …}}")
+        raise ConfigError(f"{where}: it has no section `mcp`: add mcp: {{mcp_servers_config_path: …}}")
     config = parse(entry.config, McpToolConfig, where=f"{where}: config")
     selected = set(entry.mcp.tool_selected_list)
     found: list[Tool] = []
@@ -123,8 +124,8 @@ async def _mcp_tools(
         ]
     if missing := selected - {tool.schema.name for tool in found}:
         raise ConfigError(
-            f"{where}: tool_selected_list names {', '.join(sorted(missing))}, which no server offers; they offer: "
-            f"{', '.join(offered) or 'none'}"
+            f"{where}: tool_selected_list names {', '.join(sorted(missing))}, which no server offers. Choose from: "
+            f"{', '.join(offered) or 'nothing'}"
         )
     return found
 
@@ -146,7 +147,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
 
     Args:
         name: a short name, an import path, or `file.py:Class`.
-        folder: where files are looked up first.
+        folder: folder in which files are searched first.
     Raises:
         ConfigError: the class does not exist.
     """
@@ -172,13 +173,13 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
 def _hint(name: str) -> str:
     meant = did_you_mean(name, [*SHIPPED, *plugin_names("tools")])
     verls = [known for known in KNOWN if known not in SHIPPED]
-    return f"{meant} Shipped are {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
+    return f"{meant} Tools that ship: {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
 
 
 def _run_file(path: Path, where: str) -> ModuleType:
     module = ModuleType(f"rayapp_tool_{path.stem}")
     module.__file__ = str(path)
-    # Dataclasses look up their module in sys.modules while it runs.
+    # Register the module before it runs: dataclasses look up their module in sys.modules.
     sys.modules[module.__name__] = module
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
@@ -187,5 +188,5 @@ def _run_file(path: Path, where: str) -> ModuleType:
     except UserError:
         raise
     except Exception as error:  # boundary: the user's file
-        raise ConfigError(f"{where}: {path} can't run: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: {path} can't be imported: {type(error).__name__}: {error}") from error
     return module

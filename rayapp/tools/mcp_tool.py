@@ -1,11 +1,11 @@
-"""Tools of an MCP server as tools of the policy. Made by `loading.py` from an entry with `type: mcp`.
+"""Tools of an MCP server as tools of the policy. `loading.py` makes them from an entry with `type: mcp`.
 
     McpTool -> McpLink: reopens a lost session -> PatientTransport: repeats requests answered with 429 or 503 -> server
 
 All tools of a server share its rate limit and, by default, one session per worker. Calls of a session run concurrently;
-callers that find it lost share one attempt to open another. A busy server is waited for in the HTTP transport, because
-the MCP SDK reports all refusals alike. A server that runs code returns structured output (stdout, stderr, error); the
-policy reads it as in a terminal.
+if the session is lost, its callers share one attempt to open another. The HTTP transport waits for a busy server,
+because the MCP SDK reports all refusals alike. A server that runs code returns structured output (stdout, stderr,
+error); the policy reads this output like in a terminal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S = 0.5, 30.0
 
 
 class PatientTransport(httpx2.AsyncBaseTransport):
-    """Repeats requests that are answered with 429 or 503: the server has not executed them.
+    """HTTP transport that repeats requests answered with 429 or 503: the server has not executed such requests.
 
     Args:
         inner: transport that sends the requests.
-        max_wait_s: longest total wait for one request; then the refusal is returned.
-        sleep: replaceable in tests.
+        max_wait_s: maximum total wait for one request; after it, the refusal is returned.
+        sleep: function that waits; tests replace it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ _CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
 
 @dataclass(slots=True, eq=False, repr=False)
 class McpLink:
-    """A connection to an MCP server that opens a new session when the current one is lost."""
+    """Connection to an MCP server that opens a new session if the current session is lost."""
 
     name: str
     """Name of the server, for messages."""
@@ -87,10 +87,10 @@ class McpLink:
     """Headers of every request, including the key."""
     _: KW_ONLY
     reconnect_timeout_s: float
-    """Seconds of attempts to reach a lost server before calls fail."""
+    """Seconds for which the link tries to reach a lost server; after that, calls fail."""
     keeps_state: bool = False
-    """Calls depend on earlier calls of their session. After the first answer a lost session is not replaced: its names
-    would be gone, and the policy would be trained on errors about undefined names that it had defined."""
+    """True if calls depend on earlier calls of their session. Then a session that is lost after its first answer is not
+    replaced: the policy would be trained on errors about variables that it had defined."""
     _has_state: bool = False
     _session: McpSession | None = None
     _opening: asyncio.Task[McpSession] | None = None
@@ -104,26 +104,26 @@ class McpLink:
         """Return the server's tools. The connection is tried once, so that a wrong address is reported immediately.
 
         Raises:
-            ConfigError: the server can't be reached, refuses the key, or does not speak MCP.
+            ConfigError: the server can't be reached, refuses the key, or is not an MCP server.
         """
         try:
             if self._session is None or not self._session.is_open:
                 self._session = await self._connect()
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 return await self._session.list_tools()
-        except Exception as error:  # boundary: the SDK raises groups of many things
+        except Exception as error:  # boundary: the SDK raises groups of many types of errors
             raise ConfigError(
-                f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp mcp serve`), or mend its "
-                "url and key in the file that mcp_servers_config_path names"
+                f"{self.where} can't be used: {_describe(error)}. Start it (e.g. `rayapp sandbox serve`), or correct "
+                "its url and key in the file that mcp_servers_config_path names"
             ) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Return the server's answer. A call whose session is lost is sent once more, so it may run twice.
+        """Return the server's answer. If the session is lost, the call is sent once more, so it may run twice.
 
-        If sessions keep state, it is sent again only before the first answer.
+        If sessions keep state, a call is sent again only before the session's first answer.
 
         Raises:
-            TimeoutError: no answer in time, but the server is alive.
+            TimeoutError: the server is alive, but did not answer in time.
             ToolUnavailableError: the server, or the session's state, is lost.
             RpcError: the server answered with a protocol error.
         """
@@ -139,7 +139,7 @@ class McpLink:
                     self._drop(session)
                     raise ToolUnavailableError(f"{self.where} does not answer any more") from None
                 raise
-            except Exception as error:  # boundary: as above; without an answer the session is lost
+            except Exception as error:  # boundary: any error of the SDK without an answer means a lost session
                 if isinstance(error, RpcError) and not error.is_lost:
                     self._has_state = self.keeps_state
                     raise
@@ -165,11 +165,11 @@ class McpLink:
 
     async def _open_session(self) -> McpSession:
         if self._is_closed:
-            raise ToolUnavailableError(f"{self.where}: this link is closed")
+            raise ToolUnavailableError(f"{self.where}: the connection was closed")
         if self._session is not None and self._session.is_open:
             return self._session
         if self._has_state:
-            raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
+            raise ToolUnavailableError(f"{self.where}: the session of this trajectory and its state are lost")
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self.url}")
         # Shielded from this caller's cancellation: other callers also wait for this attempt.
@@ -181,7 +181,7 @@ class McpLink:
         while True:
             try:
                 self._session = await self._connect()
-            except Exception as error:  # boundary: as above
+            except Exception as error:  # boundary: the SDK raises groups of many types of errors
                 if time.monotonic() + (pause_s := next(pauses)) >= ends_at:
                     raise ToolUnavailableError(
                         f"{self.where} could not be reached for {self.reconnect_timeout_s:g} s: {_describe(error)}"
@@ -195,9 +195,9 @@ class McpLink:
         session = McpSession(self.url, self.headers, wrap=PatientTransport)
         try:
             await session.open(timeout_s=_CONNECT_TIMEOUT_S)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK raises groups of many types of errors
             if session.status >= 400:
-                # For a refused key the SDK only reports that there was an error.
+                # The SDK's error does not tell a refused key from other failures; the HTTP status does.
                 raise ConnectionError(f"it answered with HTTP {session.status}") from error
             raise
         return session
@@ -211,20 +211,20 @@ def _describe(error: BaseException) -> str:
 
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
-"""Error codes of sandbox servers for infrastructure failures: key refused, no sandbox, sandbox failed."""
+"""Error codes with which sandbox servers report failures of infrastructure: key refused, no sandbox, sandbox failed."""
 _CODE_TIMEOUT = -32005
 _MARGIN_S = 20.0
-"""Seconds by which the loop's deadline exceeds the tool's own deadlines: it only catches a tool that hangs."""
+"""Seconds by which the agent loop's deadline exceeds the tool's own deadlines: it ends only a tool that hangs."""
 
 
 class McpTool:
-    """One tool of an MCP server. See `rayapp.tools.base.Tool`.
+    """One tool of an MCP server; see `rayapp.tools.base.Tool`.
 
     Args:
         info: the server's description of the tool.
-        connect: makes a link to the server.
-        shared: the worker's link.
-        bucket: the server's rate limit.
+        connect: function that makes a link for one trajectory.
+        shared: link that all trajectories of the worker share.
+        bucket: rate limit of the server.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class McpTool:
         self._connect = connect
         self._shared = shared
         self._bucket = bucket
-        # The call, the wait for the rate limit, and one reconnection before and one during the call.
+        # Allow for the call, the wait for the rate limit, and two reconnections: before and during the call.
         self.timeout_s = config.timeout + config.max_wait + 2 * config.reconnect_timeout + _MARGIN_S
 
     async def create(self, kwargs: Mapping[str, Any]) -> McpLink:
@@ -273,8 +273,8 @@ class McpTool:
         while not self._bucket.take():
             if time.monotonic() - started > self._config.max_wait:
                 raise ToolUnavailableError(
-                    f"{self._shared.where}: rate_limit {self._config.rate_limit:g}/s left a call waiting for more than "
-                    f"{self._config.max_wait:g} s. Raise rate_limit or max_wait"
+                    f"{self._shared.where}: with rate_limit {self._config.rate_limit:g}/s a call waited for more than "
+                    f"max_wait {self._config.max_wait:g} s. Raise rate_limit or max_wait"
                 )
             await asyncio.sleep(max(0.001, self._bucket.wait_s()))
         return time.monotonic() - started
@@ -297,7 +297,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """Return the execution reported by a server that runs code; empty for any other server."""
+    """Return the record of an execution, if the answer is from a server that runs code; empty otherwise."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()
@@ -330,7 +330,7 @@ def _command_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without titles, which generators add: they cost tokens and carry no information."""
+    """Return the schema without titles: generators of schemas add them, and they cost tokens without information."""
     found = {key: value for key, value in schema.items() if key != "title"}
     properties = found.get("properties")
     if isinstance(properties, Mapping):

@@ -1,12 +1,12 @@
-"""The tools of one process, their states by trajectory, and the checks of a call's arguments.
+"""The tools of one process, their states in each trajectory, and the checks of a call's arguments.
 
 ToolSet(tools) --trajectory(start)--> ToolStates --state(name)--> Tool.execute
                                           |--one Workspace for the tools that work in it
                                           '--close: every state is released, also after failures
 
-Called by the agent loop and the rollout worker. The JSON text of a call's arguments and its values are hostile, and the
-event loop waits while they are read and checked: each step takes linear time in a text of limited size, or has a
-deadline. The policy reads why its arguments are refused.
+Called by the agent loop and the rollout worker. The JSON text of a call's arguments may be hostile, and the event loop
+is blocked while it is read and checked. So the text's size is limited, and each step takes linear time or has a
+deadline. If arguments are refused, the policy reads why.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from rayapp.tools.workspace import Workspace, WorkspaceTool, open_workspace
 
 MAX_CHARS = 1 << 18
 MAX_VALUES = 5_000
-"""Most names and values in a call. jsonschema needs about 25 us for each and blocks the event loop: 0.13 s in all."""
+"""Maximum number of names and values in a call. jsonschema takes about 25 us for each: it blocks the event loop for up
+to 0.13 s."""
 _MAX_DIGITS = 300
-"""Most digits of a number: more don't fit a float, which keywords such as multipleOf need."""
+"""Maximum digits of a number: a larger number does not fit a float, which keywords such as multipleOf need."""
 _MAX_ERRORS = 16
-"""Most errors to collect before choosing the one that the policy reads."""
+"""Maximum errors to collect; the policy reads the best match among them."""
 _PATTERN_TIMEOUT_S = 0.1
 
 
 def read_arguments(text: str) -> dict[str, object]:
-    """Return the arguments in a JSON text; all values can be represented in JSON, UTF-8 and floats.
+    """Return the arguments in a JSON text. All values can be represented in JSON, UTF-8 and floats.
 
     Raises:
-        ToolFailedError: of kind malformed for invalid JSON; bad_arguments for JSON that no tool accepts.
+        ToolFailedError: with kind `malformed`: the text is not valid JSON; with kind `bad_arguments`: no tool could
+            accept the value.
     """
     if len(text) > MAX_CHARS:
         raise ToolFailedError(f"the arguments are longer than {MAX_CHARS} characters", "bad_arguments")
@@ -54,13 +56,13 @@ def read_arguments(text: str) -> dict[str, object]:
         arguments = json.loads(text or "{}", parse_constant=_constant, parse_int=_integer, parse_float=_number)
         num_values = sum(1 for _ in _values(arguments))
     except UnicodeEncodeError:
-        raise ToolFailedError("the arguments hold half of a surrogate pair, which is not text", "malformed") from None
+        raise ToolFailedError("the arguments contain half of a surrogate pair", "malformed") from None
     except (ValueError, RecursionError) as error:
         raise ToolFailedError(f"the arguments are not valid JSON: {error}", "malformed") from None
     if not isinstance(arguments, dict):
         raise ToolFailedError("the arguments must be a JSON object", "bad_arguments")
     if num_values > MAX_VALUES:
-        raise ToolFailedError(f"the arguments hold more than {MAX_VALUES} values", "bad_arguments")
+        raise ToolFailedError(f"the arguments have more than {MAX_VALUES} values", "bad_arguments")
     return arguments
 
 
@@ -70,7 +72,7 @@ def _constant(name: str) -> float:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
+        raise ValueError(f"an integer has {len(digits)} digits, more than {_MAX_DIGITS}")
     return int(digits)
 
 
@@ -82,7 +84,7 @@ def _number(digits: str) -> float:
 
 
 def _values(value: object) -> Iterator[object]:
-    """Yield a value and all names and values inside it. Raises UnicodeEncodeError for a lone surrogate."""
+    """Yield a value and all names and values inside it. Raises UnicodeEncodeError: a string isn't UTF-8."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -101,22 +103,22 @@ class ArgumentChecker:
     Args:
         schema: JSON schema of the arguments.
     Raises:
-        SchemaError: it is not a JSON schema, or can't be checked safely.
+        SchemaError: `schema` is not a JSON schema, or can't be checked safely.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         _Validator.check_schema(dict(schema))
         if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
-            raise SchemaError("patternProperties can't be checked within a deadline: name the properties")
-        # An empty registry: the default one would fetch a `$ref` from the network.
+            raise SchemaError("patternProperties can't be checked within a deadline: list the properties by name")
+        # Use an empty registry: the default registry would fetch a `$ref` from the network.
         self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
 
     def problem(self, arguments: object) -> str:
-        """Return why these arguments don't fit; empty if they do."""
+        """Return the reason why these arguments don't fit the schema; empty if they fit."""
         try:
             error = best_match(islice(self._validator.iter_errors(arguments), _MAX_ERRORS))
         except Exception as reason:  # boundary: jsonschema computes with foreign values and schemas
-            return f"they can't be checked: {type(reason).__name__}: {reason}"
+            return f"the arguments can't be checked: {type(reason).__name__}: {reason}"
         if error is None:
             return ""
         where = "/".join(str(part) for part in error.absolute_path)
@@ -124,7 +126,7 @@ class ArgumentChecker:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
-    """Check the keyword `pattern` with a deadline, unlike jsonschema: `(a+)+$` is a valid pattern."""
+    """Check the keyword `pattern` with a deadline, which jsonschema lacks: a pattern like `(a+)+$` can take hours."""
     if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
@@ -132,11 +134,11 @@ def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iter
 def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
     """Check the keyword `uniqueItems` in linear time; jsonschema takes quadratic time for objects."""
     if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
-        yield ValidationError("there are equal items")
+        yield ValidationError("some items are equal")
 
 
 def _key(value: object) -> object:
-    """Return a key that is equal only for equal JSON values: True differs from 1, but 1.0 equals 1."""
+    """Return a hashable key that only equal JSON values share: True differs from 1, but 1.0 equals 1."""
     if isinstance(value, dict):
         return "object", frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):
@@ -154,11 +156,11 @@ _RELEASE_TIMEOUT_S = 30.0
 
 
 class ToolSet:
-    """Tools by name.
+    """Set of tools with different names.
 
     Args:
-        tools: tools with different names.
-        on_close: closes resources that the tools share, e.g. an MCP session.
+        tools: the tools.
+        on_close: functions that close resources that the tools share, e.g. an MCP session.
     Raises:
         ConfigError: two tools have the same name, or a schema is not a JSON schema.
     """
@@ -173,7 +175,7 @@ class ToolSet:
     def _add(self, tool: Tool) -> None:
         name = tool.schema.name
         if name in self._tools:
-            raise ConfigError(f"tool {name!r} is there twice: leave one out, e.g. by tool_selected_list")
+            raise ConfigError(f"two tools have the name {name!r}: leave one out, e.g. with tool_selected_list")
         try:
             self._checkers[name] = ArgumentChecker(tool.schema.parameters)
         except SchemaError as error:
@@ -188,12 +190,12 @@ class ToolSet:
         return self._tools.get(name)
 
     def problem(self, name: str, arguments: object) -> str:
-        """Return why these arguments don't fit the tool's schema; empty if they do."""
+        """Return the reason why these arguments don't fit the tool's schema; empty if they fit."""
         return self._checkers[name].problem(arguments)
 
     def ends_episode(self, name: str) -> bool:
-        """True for a tool whose output may contain the trajectory's answer."""
-        # Optional attribute, not part of the protocol.
+        """Return True for a tool whose output may contain the trajectory's answer."""
+        # The attribute is optional: the protocol `Tool` doesn't have it.
         return bool(getattr(self._tools.get(name), "ends_episode", False))
 
     def trajectory(
@@ -205,10 +207,11 @@ class ToolSet:
         spec: SandboxSpec | None = None,
         setup: tuple[str, ...] = (),
     ) -> ToolStates:
-        """Return the tools' states for one trajectory; enter this context before the first call.
+        """Return a context manager with the tools' states for one trajectory, to be entered before the first call.
 
         Args:
-            files, packages, spec, setup: contents of the workspace, as for `open_workspace`.
+            tools_kwargs: the data row's `extra_info.tools_kwargs`, by tool.
+            files, packages, spec, setup: contents of the workspace; see `open_workspace`.
         """
         working = [tool for tool in self._tools.values() if isinstance(tool, WorkspaceTool)]
         workspace = open_workspace(working, files=files, packages=packages, spec=spec, setup=setup) if working else None
@@ -222,14 +225,14 @@ class ToolSet:
 
 @dataclass(slots=True, eq=False, repr=False)
 class ToolStates:
-    """States of one trajectory by tool. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
+    """Tools' states in one trajectory. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
 
     tools: Mapping[str, Tool]
     kwargs: Mapping[str, Mapping[str, Any]]
     workspace: Workspace | None
-    """Workspace of the tools; closed when the first of them is released."""
+    """Workspace that the tools share, closed when the first of them is released; None if no tool needs one."""
     answer: str | None = None
-    """The trajectory's answer, if a tool's output contained one; the first one counts."""
+    """The trajectory's answer, from the first output of a tool that contains one; None so far."""
     _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -251,10 +254,10 @@ class ToolStates:
         return self._states[name]
 
     async def rewards(self) -> dict[str, float]:
-        """Return the verdicts on the whole trajectory, from the tools that have one.
+        """Return tool name -> verdict on the whole trajectory, for the tools that have a verdict.
 
         Raises:
-            ToolFailedError: a tool crashed, or returned no finite number.
+            ToolFailedError: a tool crashed, or its verdict is not a finite number.
         """
         found = {
             name: await _guarded(_verdict(self.tools[name], state), f"tool {name}: reward")
@@ -263,7 +266,7 @@ class ToolStates:
         return {name: value for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
-        # Shielded: a cancelled trajectory must return its sandboxes.
+        # Shield the release: a cancelled trajectory must return its sandboxes too.
         await asyncio.shield(self._release())
 
     async def _release(self) -> None:
@@ -272,14 +275,14 @@ class ToolStates:
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await guarded(partial(self.tools[name].release, state))
-            except Exception as error:  # boundary: after one tool's failure, still release the others' states
+            except Exception as error:  # boundary: after one tool's failure, release the other tools' states too
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
 
 
 def infrastructure(error: RayappError, what: str) -> RayappError:
-    """Translate a RayappError from a tool into an infrastructure error, which is no verdict on the policy.
+    """Translate a RayappError from a tool into an error that fails the trajectory without a verdict on the policy.
 
-    A sandbox pool or other process that died or does not answer means that the tool is unavailable.
+    If the sandbox pool or another process died or does not answer, the error is ToolUnavailableError.
     """
     if isinstance(error, SandboxError | ToolUnavailableError | InputError):
         return error

@@ -1,9 +1,9 @@
-"""One sandbox per trajectory, shared by all of its tools that work on files or run code. Made by `ToolSet`.
+"""The workspace: one sandbox per trajectory, which its tools for files and code share. `ToolSet` makes it.
 
     first call of any tool -> lease -> write the task's files -> all calls, one after the other -> release
 
-Nothing in it outlives the trajectory, and no verdict is computed in it: answers are scored in another sandbox, after
-this one has ended.
+Nothing in the workspace outlives the trajectory, and no verdict is computed there: answers are scored in another
+sandbox, after the workspace has ended.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.core.types import ExecRecord, ExecResult, SandboxSpec
-from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolSchema
+from rayapp.tools.base import ToolBase, ToolConfig, ToolContext, ToolFailedError, ToolSchema
 from rayapp.tools.config import parse
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 18
-"""Size of the largest file that a tool reads or writes."""
+"""Maximum bytes of a file that a tool reads or writes."""
 _SETUP_TIMEOUT_S = 30.0
 
 
-class WorkspaceConfig(BaseModel):
-    """`config` of a tool that uses the workspace. The largest values among a trajectory's tools apply."""
+class WorkspaceConfig(ToolConfig):
+    """Section `config` of a tool that uses the workspace. The largest values among a trajectory's tools apply."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    type: str = "native"
     timeout: float = Field(10.0, gt=0)
-    """Deadline of one call's code in seconds."""
+    """Time limit of the code in one call, in seconds."""
     lease_timeout: float = Field(120.0, gt=0)
-    """Longest wait for a free sandbox in seconds. A trajectory keeps its sandbox to the end: allow as many sandboxes as
-    concurrent trajectories."""
+    """Maximum wait for a free sandbox, in seconds. A trajectory keeps its sandbox to the end: allow as many sandboxes
+    as there are concurrent trajectories."""
     packages: tuple[str, ...] = ()
     memory_mib: int = Field(512, ge=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used(Generic[T]):
-    """Result of one use of the workspace."""
+    """Result of one call of `Workspace.use`."""
 
     value: T
     waited_s: float
-    """Seconds of waiting for the sandbox; 0 after the first use."""
+    """Seconds spent waiting for the sandbox; 0 after the first use."""
     ran: ExecRecord
 
 
@@ -60,13 +58,13 @@ class Workspace:
     spec: SandboxSpec
     _: KW_ONLY
     lease_timeout_s: float
-    """Longest wait for the sandbox."""
+    """Maximum wait for the sandbox, in seconds."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files that it contains at the start, by relative path."""
+    """Relative path -> text of the files at the start."""
     setup: Sequence[str] = ()
-    """Command that runs after the files are written; its failure is ignored."""
+    """Command that runs after the files are written; its failure is ignored. Empty for none."""
     has_shell: bool = False
-    """True once a probe has shown that command lines work here."""
+    """True after a probe has shown that command lines work in the sandbox."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lease: SandboxLease | None = None
     _sandbox: Sandbox | None = None
@@ -74,12 +72,12 @@ class Workspace:
     _is_closed: bool = False
 
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
-        """Run `work` in the sandbox. Uses run first come, first served, so the calls of a turn run in written order.
+        """Run `work` in the sandbox, after the uses that were requested before: calls of a turn run in written order.
 
-        If the sandbox is dead at its first use, it is replaced: it holds no state yet.
+        If the sandbox is dead at the first use, it is replaced, because it holds no state yet.
 
         Raises:
-            SandboxError: no sandbox is available, or it died with the trajectory's state.
+            SandboxError: no sandbox is available, or the sandbox died with the trajectory's state.
         """
         async with self._turn:
             try:
@@ -118,7 +116,7 @@ class Workspace:
         try:
             await self._fill(sandbox)
         except BaseException:
-            # Also reached by a call that exceeds its deadline: the next call opens the workspace again.
+            # A call that exceeds its deadline gets here too; the next call opens the workspace again.
             await self._give_back()
             raise
         self._sandbox = sandbox
@@ -136,7 +134,7 @@ class Workspace:
             await sandbox.run_command(self.setup, timeout_s=_SETUP_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Give the sandbox back. Idempotent."""
+        """Return the sandbox to the pool. Idempotent."""
         self._is_closed = True
         await self._give_back()
 
@@ -147,10 +145,11 @@ class Workspace:
 
 
 class WorkspaceTool(ToolBase):
-    """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`, and `join` if
-    their state is more than the workspace."""
+    """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`; they add `join`
+    if their state is more than the workspace."""
 
     Config: type[WorkspaceConfig] = WorkspaceConfig
+    config: WorkspaceConfig
 
     def __init__(
         self,
@@ -159,16 +158,15 @@ class WorkspaceTool(ToolBase):
         context: ToolContext | None = None,
     ) -> None:
         super().__init__(config, schema, context)
-        self.own = parse(self.config, self.Config, where=f"tool {self.schema.name}: config")
-        # Waiting for a sandbox and running the code, and both once more if the first sandbox is dead.
-        self.timeout_s = 2 * (self.own.timeout + self.own.lease_timeout) + 30.0
+        # Allow for waiting for a sandbox and running the code, twice if the first sandbox is dead.
+        self.timeout_s = 2 * (self.config.timeout + self.config.lease_timeout) + 30.0
         if self.context.sandboxes is None:
-            raise ConfigError(f"tool {self.schema.name} needs sandboxes, and this process has none")
+            raise ConfigError(f"tool {self.schema.name}: it needs sandboxes, and this process has none")
         self.sandboxes = self.context.sandboxes
 
     @classmethod
     def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
-        """True if, with this `config`, a trajectory keeps a sandbox from the tool's first call to its end.
+        """Return True if, with this `config`, a trajectory keeps a sandbox from the tool's first call to its end.
 
         Raises:
             ConfigError: the config can't be read.
@@ -177,11 +175,11 @@ class WorkspaceTool(ToolBase):
         return True
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        """Return the state of a tool that has its own workspace."""
+        """Return the state of one trajectory, with a workspace that no other tool shares."""
         return await self.join(open_workspace([self]), kwargs)
 
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> Any:
-        """Return the state of one trajectory whose tools share this workspace. Cheap, as `create`."""
+        """Return the state of one trajectory whose tools share this workspace. It must be cheap, like `create`."""
         return workspace
 
     async def release(self, state: Any) -> None:
@@ -196,20 +194,22 @@ def open_workspace(
     spec: SandboxSpec | None = None,
     setup: Sequence[str] = (),
 ) -> Workspace:
-    """Return the workspace that these tools share. No sandbox is leased before a tool needs it.
+    """Return the workspace that these tools share. It leases a sandbox only when a tool needs it.
 
     Args:
-        packages: in addition to the packages of the spec and the tools.
-        spec: the task's requirements. The tools may require more memory; without a spec, they determine it.
-        setup: see `Workspace`.
+        packages: packages to preload, besides those of the spec and the tools.
+        spec: the task's requirements. The tools may require more memory; without a spec, the tools determine all.
+        files, setup: see `Workspace`.
     """
     asked = spec or SandboxSpec()
     spec = replace(
         asked,
-        packages=tuple(sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.own.packages)})),
-        memory_mib=max([tool.own.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
+        packages=tuple(
+            sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.config.packages)})
+        ),
+        memory_mib=max([tool.config.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
     )
-    wait_s = max(tool.own.lease_timeout for tool in tools)
+    wait_s = max(tool.config.lease_timeout for tool in tools)
     return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files or {}, setup=setup)
 
 

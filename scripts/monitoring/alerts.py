@@ -16,7 +16,7 @@ Severity = Literal["critical", "warning", "info"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One alert."""
+    """Alerting rule of Prometheus."""
 
     name: str
     expr: str
@@ -24,7 +24,7 @@ class Alert:
     """Time for which the expression must hold, in Prometheus' notation."""
     severity: Severity
     summary: str
-    """One sentence, which may use Prometheus' templates."""
+    """Sentence that describes the alert; it may contain Prometheus' templates."""
     runbook: tuple[str, ...]
     """Steps to take, in this order."""
 
@@ -60,9 +60,12 @@ ALERTS: tuple[Alert, ...] = (
         summary="{{ $labels.run }}: no step for {{ $value | humanizeDuration }}, five times as long as the last one",
         runbook=(
             "Ray dashboard, Actors: is a server, a learner or the sandbox pool dead or pending?",
-            "Panels of sandboxes: with callers waiting and none created, the provider is down or its quota is used up.",
+            (
+                "Panels of sandboxes: if callers wait and no sandbox is created, the provider is down or its quota "
+                "is used up."
+            ),
             "Job page, stack trace of a learner: if it waits in a collective, another rank is gone.",
-            "Stop the job; the same command goes on from the last checkpoint.",
+            "Stop the job; the same command continues from the last checkpoint.",
         ),
     ),
     Alert(
@@ -73,7 +76,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="{{ $labels.run }}: the last checkpoint is {{ $value | humanizeDuration }} old",
         runbook=(
             "checkpoint.every_steps of the config times seconds per step: is this intended?",
-            "Disk of the run folder: a full one stops the run at the next checkpoint, not before.",
+            "Is the disk of the run folder full? A full disk stops the run at the next checkpoint, not before.",
         ),
     ),
     Alert(
@@ -84,8 +87,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="{{ $labels.run }}: {{ $value | humanizePercentage }} of ten steps' trajectories failed",
         runbook=(
             "Panel `failed trajectories by cause`: sandbox_* is the provider, engine_* a server.",
-            "trajectories/ of the run folder, column reward_detail, has one line for each.",
-            "Past rollout.max_failed_ratio the run stops by itself and keeps its last checkpoint.",
+            "trajectories/ of the run folder, column reward_detail, has a line for each failure.",
+            "Above rollout.max_failed_ratio the run stops and keeps its last checkpoint.",
         ),
     ),
     Alert(
@@ -95,7 +98,10 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         summary="{{ $labels.run }}: {{ $value | humanizePercentage }} of the groups have equal rewards",
         runbook=(
-            "Pass rate near 1: the tasks are solved. Near 0: too hard, or the verdicts are wrong: `rayapp score`.",
+            (
+                "If the pass rate is near 1, the tasks are solved. If it is near 0, they are too hard, or the "
+                "verdicts are wrong: check with `rayapp score`."
+            ),
             "Raise rollout.group_size or rollout.temperature, or change the tasks.",
         ),
     ),
@@ -104,10 +110,10 @@ ALERTS: tuple[Alert, ...] = (
         expr=f"{_SYNC_S} > 0.3 * {_STEP_S} and {_SYNC_S} > 5",
         for_="15m",
         severity="warning",
-        summary="{{ $labels.run }}: servers wait {{ $value | humanizeDuration }} of every step for weights",
+        summary="{{ $labels.run }}: servers wait {{ $value | humanizeDuration }} for weights in every step",
         runbook=(
-            "Object store of the servers' nodes (Ray dashboard, Cluster): spilling to disk makes it slow.",
-            "Servers on nodes of another network than the learners: put them together.",
+            "Does the object store of the servers' nodes (Ray dashboard, Cluster) spill to disk? Spilling is slow.",
+            "Are servers and learners on different networks? Put them on one network.",
         ),
     ),
     Alert(
@@ -117,8 +123,8 @@ ALERTS: tuple[Alert, ...] = (
         severity="info",
         summary="{{ $labels.run }}: learners do nothing for {{ $value | humanizePercentage }} of each step",
         runbook=(
-            "Add servers, or raise train.max_staleness so that rollouts go on during training.",
-            "Panel `seconds by phase`: with most of it in score, sandboxes are the limit, not servers.",
+            "Add servers, or raise train.max_staleness so that servers sample during training.",
+            "Panel `seconds by phase`: if most of the step is `score`, sandboxes are the limit, not servers.",
         ),
     ),
     Alert(
@@ -128,8 +134,11 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         summary="{{ $labels.run }}: rollouts wait {{ $value | humanizeDuration }} for a sandbox",
         runbook=(
-            "Panel `sandboxes by provider`: at its limit, ask for more quota, or add a second provider.",
-            "Below the limit: creation is slow; raise sandbox.min_ready, or the warm pool of the SandboxSet.",
+            (
+                "Panel `sandboxes by provider`: if a provider is at its limit, ask for more quota, or add a second "
+                "provider."
+            ),
+            "If it is below its limit, creation is slow: raise sandbox.min_ready, or the warm pool of the SandboxSet.",
         ),
     ),
     Alert(
@@ -139,8 +148,11 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         summary="{{ $labels.run }}: over a fifth of the sandboxes at {{ $labels.provider }} can't be created",
         runbook=(
-            "Panel `failed creations by cause`: quota and rate limits pass, config does not: check key and template.",
-            "The provider's status page. A provider after it in sandbox.providers serves meanwhile.",
+            (
+                "Panel `failed creations by cause`: failures by quota and rate limits are temporary; for `config` "
+                "check key and template."
+            ),
+            "Look at the provider's status page. The next provider in sandbox.providers is used meanwhile.",
         ),
     ),
     Alert(
@@ -148,10 +160,10 @@ ALERTS: tuple[Alert, ...] = (
         expr=f"sum by (run, provider) (increase({m('rl_sandbox_strays_total')}[1h])) > 0",
         for_="1m",
         severity="info",
-        summary="{{ $labels.run }}: sandboxes that nobody knew of were found at {{ $labels.provider }} and ended",
+        summary="{{ $labels.run }}: stray sandboxes were found at {{ $labels.provider }} and ended",
         runbook=(
-            "After a crash this is expected once. Again and again: another run has the same run.name.",
-            "`rayapp sandbox list` shows what is left.",
+            "After a crash this is expected once. If it repeats, another run has the same run.name.",
+            "`rayapp sandbox list` lists the sandboxes that are left.",
         ),
     ),
     Alert(
@@ -160,10 +172,10 @@ ALERTS: tuple[Alert, ...] = (
         f"and max by (run, server) ({m('rl_server_waiting')}) > 0",
         for_="10m",
         severity="info",
-        summary="{{ $labels.run }}: {{ $labels.server }} has no room in its KV cache and requests waiting",
+        summary="{{ $labels.run }}: {{ $labels.server }} has a full KV cache, and requests wait",
         runbook=(
             "Requests are preempted and computed again: lower server.max_num_seqs, or add servers.",
-            "Or give it more cache: server.gpu_memory_utilization, on CPU server.kv_cache_gib.",
+            "Or enlarge the cache: server.gpu_memory_utilization, on CPU server.kv_cache_gib.",
         ),
     ),
     Alert(
@@ -171,7 +183,7 @@ ALERTS: tuple[Alert, ...] = (
         expr=f"sum by (run) (increase({m('rl_tracker_failures_total')}[30m])) > 0",
         for_="1m",
         severity="info",
-        summary="{{ $labels.run }}: a tracker does not take the run's metrics",
+        summary="{{ $labels.run }}: a tracker fails to record the run's metrics",
         runbook=("The job's log names the tracker and the error. metrics.jsonl in the run folder has every step.",),
     ),
 )

@@ -18,10 +18,11 @@ import yaml
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import Prompt, SandboxSpec
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.tasks.coding import CodingTask
+from support.levels import EACH_LEVEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +31,7 @@ HONEST = PROGRAMS[0]["code"]
 BANNED = ("sorted", ".sort", "exec")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=EACH_LEVEL)
 async def source(request: pytest.FixtureRequest) -> AsyncIterator[PoolClient]:
     """Sandboxes of one level; every program of the module gets its lease from the same few zygotes."""
     provider = LocalProvider(levels=(request.param,), max_slots=1)

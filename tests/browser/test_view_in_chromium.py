@@ -330,6 +330,7 @@ async def test_a_server_that_is_gone_is_told_and_the_page_stays(browser: Any, ru
     page = await browser.new_page()
     opened = Opened(page, await serve(run))
     await opened.go("groups")
+    await page.locator("table.groups tbody tr").nth(5).wait_for()
 
     await page.context.set_offline(True)
 

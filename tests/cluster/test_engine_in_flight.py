@@ -22,7 +22,6 @@ from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, pack
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
 ]

@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from actors.placement import wait_for_gpus
-from rayapp.config.config import Config, bundles_of
+from rayapp.config.bundles import bundles_of
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.driver.cluster import open_cluster
 from support.stand_ins import stand_ins
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def cluster(without_torch: None) -> Iterator[Any]:
+def cluster(stand_in_engines: None) -> Iterator[Any]:
     """A head with one GPU. A later test adds a node."""
     from ray.cluster_utils import Cluster
 

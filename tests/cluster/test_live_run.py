@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(training: Training) -> None:
     _, errors = training.follower.communicate(timeout=600)
 
     assert training.follower.returncode == 130
-    assert errors.splitlines()[-1] == f"job {training.job} goes on"
+    assert errors.splitlines()[-1] == f"job {training.job} continues"
     training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the run stands still")
 
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import asyncio
 import numpy as np
 import ray
-from actors.calls import answer
+from actors.handles import answer
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
 from actors.own_ray import ray_session

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
-from actors.calls import answer
+from actors.handles import answer
 from actors.placement import Placement, group_name
 from actors.spawn import GpuShare, role_env
 from rayapp.config.config import Config
@@ -34,7 +34,7 @@ def probe_class() -> type:
 
 
 @pytest.fixture(scope="module")
-def two_nodes(without_torch: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
+def two_nodes(stand_in_engines: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
     """Two nodes of four logical GPUs each."""
     node = {"num_cpus": 2, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100_000_000}
     head = node | {"include_dashboard": False}

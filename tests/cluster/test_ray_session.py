@@ -72,7 +72,7 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def environment(without_torch: None) -> Iterator[dict[str, str]]:
+def environment(stand_in_engines: None) -> Iterator[dict[str, str]]:
     """Of a machine where nobody has called `ray start`, and on which two runs begin."""
     kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     kept["PYTHONPATH"] += f"{os.pathsep}{ROOT}{os.pathsep}{ROOT / 'tests'}"

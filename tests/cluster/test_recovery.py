@@ -41,7 +41,7 @@ Faults = dict[int, list[tuple[str, signal.Signals]]]
 
 
 @pytest.fixture(scope="module")
-def nodes(without_torch: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
+def nodes(stand_in_engines: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
     """A head that runs nothing, and one node for everything: the next test finds them running."""
     # As a Ray of our own has it: at nice 15 everything here would wait for whatever else the machine does.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -165,7 +165,7 @@ PING_TIMEOUT_S = 15.0
 """Long enough for a healthy process on a busy machine: one that is starved must not be taken for hung."""
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_finishes_whole(
     make_config: Callable[..., Config], max_staleness: int
 ) -> None:

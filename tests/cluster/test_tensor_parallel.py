@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from support.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
+    pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 160 << 20, reason="vLLM's ranks need 160 MiB of /dev/shm"),
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]

@@ -20,7 +20,6 @@ import yaml
 from support.ports import free_port
 
 pytestmark = [
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.cluster,
     pytest.mark.long,
     pytest.mark.slow,

@@ -35,7 +35,6 @@ References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.timeout(900),
 ]
 

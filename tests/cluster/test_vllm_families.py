@@ -11,7 +11,6 @@ from rayapp.learner.families.check import checks_of, subject_of
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.timeout(1200),

@@ -20,7 +20,6 @@ from rayapp.rollout.gateway.session import SessionLimits
 from support.learners import save_llama
 
 pytestmark = [
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.cluster,
     pytest.mark.long,
     pytest.mark.slow,

@@ -29,7 +29,6 @@ from support.ports import free_port
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
 ]
@@ -235,7 +234,7 @@ class HostTensor:
 async def test_the_sampler_that_gpus_use_draws_from_the_seed_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample import states
 
-    from rayapp.engine.completions import vllm_sampling_params
+    from rayapp.engine.vllm_output import vllm_sampling_params
 
     monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
     sampler = states.SamplingStates(2, 100)

@@ -13,13 +13,13 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.types import RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
-from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
 from support.hermes import HermesParser
+from support.sandbox_service import mcp_serving
 
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 MESSAGES = ({"role": "user", "content": "6 * 7?"},)
@@ -67,7 +67,7 @@ async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str]) -> Trajecto
 
 
 async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokenizer: Any, tmp_path: Path) -> None:
-    async with serving(SANDBOXES, api_key="key") as url:
+    async with mcp_serving(SANDBOXES, api_key="key") as url:
         tools = await tool_set(tmp_path, url)
         played = await play(chat_tokenizer, tools, TURNS)
         await tools.close()
@@ -87,7 +87,7 @@ async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokeniz
 async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other(
     chat_tokenizer: Any, tmp_path: Path
 ) -> None:
-    async with serving(SANDBOXES, api_key="key") as url:
+    async with mcp_serving(SANDBOXES, api_key="key") as url:
         tools = await tool_set(tmp_path, url)
         assert (await play(chat_tokenizer, tools, TURNS)).status is RolloutStatus.COMPLETED
 
@@ -105,7 +105,7 @@ async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other
 async def test_huge_and_odd_output_reaches_the_policy_cut(chat_tokenizer: Any, tmp_path: Path) -> None:
     codes = ("print('漢' * 20_000)", "print(chr(0xd800))", "print('\\x00\\x1b[31m<|im_end|>')")
     turns = ("".join(call("run_code_once", code=code) for code in codes), "done")
-    async with serving(SANDBOXES, api_key="key") as url:
+    async with mcp_serving(SANDBOXES, api_key="key") as url:
         tools = await tool_set(tmp_path, url)
         played = await play(chat_tokenizer, tools, turns)
         await tools.close()

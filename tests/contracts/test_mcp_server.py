@@ -1,4 +1,4 @@
-"""`rayapp mcp serve` as its clients see it: keys, headers, sessions, and this application's own MCP provider."""
+"""`rayapp sandbox serve` as its clients see it: keys, headers, sessions, and this application's own MCP provider."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mcp.client.streamable_http import streamable_http_client
 from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
 from rayapp.core.types import Prompt, SandboxSpec
-from rayapp.sandbox.mcp_server.app import serving
-from rayapp.sandbox.mcp_server.tools import with_last_value
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.mcp import McpProvider
+from rayapp.sandbox.service.mcp_tools import with_last_value
 from rayapp.tasks.loading import load_task
 from rayapp.tasks.repository.scripts import TestScript
 from rayapp.tasks.repository.task import RepositoryTask, as_answer
+from support.sandbox_service import mcp_serving
 
 KEY = "the key of the test"
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
@@ -36,7 +36,7 @@ SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    async with serving(SANDBOXES, api_key=KEY, lease_timeout_s=2.0) as address:
+    async with mcp_serving(SANDBOXES, api_key=KEY, lease_timeout_s=2.0) as address:
         yield address
 
 
@@ -233,7 +233,7 @@ async def test_address_that_is_taken_is_a_clear_error(url: str) -> None:
     port = int(url.split(":")[2].split("/", maxsplit=1)[0])
 
     with pytest.raises(ConfigError, match="can't listen on"):
-        async with serving(SANDBOXES, api_key=KEY, port=port):
+        async with mcp_serving(SANDBOXES, api_key=KEY, port=port):
             pass
 
 
@@ -245,8 +245,8 @@ def test_code_without_a_last_expression_is_left_as_it_is(code: str) -> None:
 
 
 async def test_command_serves_until_it_is_told_to_stop() -> None:
-    command = [sys.executable, "-m", "rayapp", "mcp", "serve", "--port", "0"]
-    environment = {**os.environ, "RAYAPP_MCP_API_KEY": KEY}
+    command = [sys.executable, "-m", "rayapp", "sandbox", "serve", "--port", "0"]
+    environment = {**os.environ, "RAYAPP_SANDBOX_API_KEY": KEY}
     root = Path(__file__).parents[2]
     process = await asyncio.create_subprocess_exec(
         *command, cwd=root, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -255,7 +255,7 @@ async def test_command_serves_until_it_is_told_to_stop() -> None:
     try:
         async with asyncio.timeout(120):
             first = (await process.stdout.readline()).decode()
-            async with client(first.split()[-1]) as connected:
+            async with client(first.split()[2] + "/mcp") as connected:
                 answer = (await connected.call_tool("run_code_once", {"code": "print('hi')"})).structured_content
             process.send_signal(signal.SIGTERM)
             rest = (await process.stdout.read()).decode()

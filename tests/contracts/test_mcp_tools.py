@@ -11,10 +11,10 @@ import pytest
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, ToolUnavailableError
-from rayapp.sandbox.mcp_server.app import serving
 from rayapp.tools.base import ToolContext, ToolFailedError
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
+from support.sandbox_service import mcp_serving
 
 KEY = "the key of the test"
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=3),))
@@ -60,7 +60,7 @@ tools:
 
 @pytest.fixture
 async def server_url() -> AsyncIterator[str]:
-    async with serving(SANDBOXES, api_key=KEY) as url:
+    async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         yield url
 
 
@@ -118,7 +118,7 @@ async def test_one_session_serves_calls_side_by_side(server_url: str, tmp_path: 
 
 async def test_code_that_runs_too_long_is_told_and_the_session_lives(tmp_path: Path) -> None:
     tools_yaml = TOOLS.replace("timeout: 120", "timeout: 2")
-    async with serving(SANDBOXES, api_key=KEY) as url:
+    async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         tools = await opened(tmp_path, url, tools_yaml)
         with pytest.raises(ToolFailedError, match="did not finish within 2 s"):
             await run_once(tools, "while True: pass")
@@ -139,7 +139,7 @@ async def test_huge_output_is_stopped_by_the_server(server_url: str, tmp_path: P
 
 async def test_server_that_is_down_at_the_start_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"'Tavily Expert' at http://127\.0\.0\.1:9/mcp can't be used.*rayapp mcp serve"
+        ConfigError, match=r"'Tavily Expert' at http://127\.0\.0\.1:9/mcp can't be used.*rayapp sandbox serve"
     ):
         await opened(tmp_path, "http://127.0.0.1:9/mcp")
 
@@ -160,26 +160,26 @@ async def test_missing_variable_of_a_key_is_a_clear_error(tmp_path: Path) -> Non
 
 
 async def test_session_that_drops_is_opened_again(tmp_path: Path) -> None:
-    async with serving(SANDBOXES, api_key=KEY) as url:
+    async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         port = int(url.split(":")[2].split("/")[0])
         tools = await opened(tmp_path, url)
         assert await run_once(tools, "print(1)") == "1"
     # The server is gone, and another one takes its address: it knows nothing of the old session.
-    async with serving(SANDBOXES, api_key=KEY, port=port):
+    async with mcp_serving(SANDBOXES, api_key=KEY, port=port):
         assert await run_once(tools, "print(2)") == "2"
         await tools.close()
 
 
 async def test_a_session_that_is_lost_with_its_names_is_not_replaced(tmp_path: Path) -> None:
     yaml = TOOLS.replace("type: mcp", "type: mcp\n      session: trajectory").replace("run_code_once", "run_code")
-    async with serving(SANDBOXES, api_key=KEY) as url:
+    async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         port = int(url.split(":")[2].split("/")[0])
         tools = await opened(tmp_path, url, yaml)
         tool: Any = tools.get("run_code")
         states = [await tool.create({}) for _ in range(2)]
         await tool.execute(states[0], {"code": "x = 41"})
-    async with serving(SANDBOXES, api_key=KEY, port=port):
-        with pytest.raises(ToolUnavailableError, match="the session of this trajectory is lost"):
+    async with mcp_serving(SANDBOXES, api_key=KEY, port=port):
+        with pytest.raises(ToolUnavailableError, match="the session of this trajectory and its state are lost"):
             await tool.execute(states[0], {"code": "print(x)"})
 
         # The other trajectory has nothing to lose yet.
@@ -191,7 +191,7 @@ async def test_a_session_that_is_lost_with_its_names_is_not_replaced(tmp_path: P
 
 async def test_server_that_stays_away_fails_each_call_after_backoff(tmp_path: Path) -> None:
     quick = TOOLS.replace("timeout: 120", "timeout: 120\n      reconnect_timeout: 0.5")
-    async with serving(SANDBOXES, api_key=KEY) as url:
+    async with mcp_serving(SANDBOXES, api_key=KEY) as url:
         tools = await opened(tmp_path, url, quick)
         await run_once(tools, "print(1)")
 

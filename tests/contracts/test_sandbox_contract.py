@@ -12,6 +12,7 @@ from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.protocols import SandboxProvider
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.testing.sandbox_contract import CHECKS, Check
+from support.images import MachineImages, OnImage
 
 
 @asynccontextmanager
@@ -83,6 +84,24 @@ async def mcp() -> AsyncIterator[SandboxProvider]:
 
 
 Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
+
+
+@pytest.fixture(params=["python", "plain"])
+def on_image(request: pytest.FixtureRequest, images: MachineImages) -> OnImage:
+    """Of an image with Python, whose code it runs, and of one without, where our own does."""
+    return images.provider(getattr(images, request.param))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_local_on_an_image(on_image: OnImage, check: Check) -> None:
+    if on_image.template.endswith("plain") and "loopback" in check.__name__:
+        pytest.skip("its program is a python3 of the sandbox")
+    try:
+        await check(on_image)
+    except IsolationUnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        await on_image.close()
 
 
 @pytest.mark.parametrize("opened", [local, e2b, kruise, daytona, mcp], ids=lambda opened: opened.__name__)

@@ -192,7 +192,7 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
         return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]
 
     (detail,) = found("hermes")
-    assert "Set agent.tool_parser to one that does" in detail
+    assert "Set agent.tool_parser to a parser that finds it" in detail
     assert found("qwen3_coder") == []
 
 

@@ -23,10 +23,10 @@ from support.ports import free_port
 from support.stubs.e2b_stub import API_KEY
 
 ROOT = Path(__file__).parents[2]
-STAND_INS, FORKS = ROOT / "tests" / "data" / "stand_ins", ROOT / "tests" / "data" / "forks"
+STAND_INS = ROOT / "tests" / "data" / "stand_ins"
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
-KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_MCP_API_KEY": "key-of-the-tools"}
+KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_SANDBOX_API_KEY": "key-of-the-tools"}
 """In the environment of every process of a Ray that runs share."""
 Descendants = Callable[[], dict[int, str]]
 
@@ -141,14 +141,12 @@ def descendants() -> Iterator[Descendants]:
 
     While the module's tests run, a process whose parent ends becomes a child of this one instead of init's, whatever
     session, user or namespace it is in: so none can hide. Ask only when no `Popen` of the test is waiting to be waited
-    for. What forks processes for the tests, and is not one of them, is not among these.
+    for.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    yield lambda: {
-        pid: line for pid, line in living().items() if pid not in before and "forked_processes.py" not in line
-    }
+    yield lambda: {pid: line for pid, line in living().items() if pid not in before}
     prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
@@ -294,11 +292,12 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 
 
 @pytest.fixture(scope="session")
-def standing_ray(tmp_path_factory: pytest.TempPathFactory, forks: dict[str, str]) -> Iterator[RunningRay]:
-    """One Ray for all runs whose servers are scripted, one after the other: its workers are forked, and none finds
-    vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
-    path, variables = (STAND_INS, FORKS, ROOT), KEYS | forks
-    with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), path, **variables) as ray:
+def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
+    """One Ray for all runs whose servers are scripted, one after the other: none of its workers finds vLLM.
+
+    Its processes have the keys of the E2B stub, of judges and of tools."""
+    path = STAND_INS, ROOT
+    with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), path, **KEYS) as ray:
         yield ray
 
 
@@ -308,6 +307,6 @@ def running_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "scripted":
         yield request.getfixturevalue("standing_ray")
         return
-    path, variables = (FORKS, ROOT), KEYS | request.getfixturevalue("vllm_forks")
-    with started_ray(tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train"), path, **variables) as ray:
+    folder = tmp_path_factory.mktemp("ray")
+    with started_ray(folder, ("-m", "rayapp", "train"), (ROOT,), **KEYS) as ray:
         yield ray

@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_the_limit_is_found_before_any_actor_starts(
     refused: Refused, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
     output = refused(tiny_model, letter_tasks, "rollout.max_prompt_tokens=4")
-    assert "task 'first': its prompt has 12 tokens, rollout.max_prompt_tokens is 4" in output
+    assert "task 'first': its prompt has 12 tokens, and rollout.max_prompt_tokens is 4" in output
 
 
 def test_no_task_at_all_is_refused(refused: Refused, tiny_model: Path) -> None:
@@ -139,11 +139,10 @@ exit $code
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_torch")
+@pytest.mark.usefixtures("stand_in_engines")
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to_go_on(
     tmp_path: Path, tiny_model: Path, letter_tasks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAYAPP_TEST_FORKS")  # whose disk is another one
     namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace can be made here")
@@ -160,7 +159,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
     # 1 where a learner could not write its part of a checkpoint, 2 where the driver could not write to the run folder.
     assert code in (1, 2), output
     assert "No space left on device" in output
-    assert "The last whole checkpoint, step=000001, is intact" in output
+    assert "the last complete checkpoint, step=000001, which is intact" in output
     assert "start the same command again" in output
     checkpoint = RunFolder(kept / "run", Config()).checkpoints.latest()
     assert checkpoint is not None

@@ -22,7 +22,7 @@ from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
 from support.learners import save_llama
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
 BUBBLE = """def sort_numbers(xs):
@@ -176,7 +176,6 @@ def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_o
     assert len(set.union(*workspaces)) == len(trajectories)
 
 
-@pytest.mark.usefixtures("forked_runs")
 @pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
 def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
     def start(*arguments: str, log: Path) -> subprocess.Popen[str]:

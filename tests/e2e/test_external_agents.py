@@ -20,7 +20,6 @@ from rayapp.core.types import RolloutStatus
 from rayapp.runs.trajectories import read_groups
 
 pytestmark = [
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.e2e,
     pytest.mark.long,
     pytest.mark.slow,

@@ -117,7 +117,6 @@ def reward_model(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("forked_runs")
 @pytest.mark.long  # two servers of vLLM; tests/unit/actors/test_model_server.py has what an actor does with them
 def test_a_run_serves_its_reward_model_and_its_teacher_itself(
     tmp_path: Path, short_run: Callable[..., dict[str, Any]], reward_model: Path

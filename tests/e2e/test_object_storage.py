@@ -26,7 +26,6 @@ from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from support.storage.threads import make_bucket
 
 pytestmark = [
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.e2e,
     pytest.mark.long,
     pytest.mark.slow,

@@ -21,7 +21,6 @@ import pytest
 import yaml
 
 pytestmark = [
-    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.e2e,
     pytest.mark.long,
     pytest.mark.slow,

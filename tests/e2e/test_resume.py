@@ -228,7 +228,6 @@ GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2", "cluster.dashboard=
 def interrupted(
     config_file: Path,
     killed: Killed,
-    forked_runs: None,
     descendants: Callable[[], dict[int, str]],
     settled: Callable[..., dict[int, str]],
 ) -> Interrupted:
@@ -361,7 +360,7 @@ def test_a_replay_of_the_run_gives_its_metrics_to_the_last_bit_without_server_or
 ) -> None:
     steps = f"train.num_steps={NUM_STEPS}"
     output = finish(train(config_file, "killed", steps, "--replay", str(interrupted.folder)))
-    assert "metrics are the recorded ones to the last bit" in output
+    assert "metrics equal the recorded ones to the last bit" in output
     assert "Ray has no dashboard" in output
     assert "vllm-server" not in output
     assert "sandbox-pool" not in output

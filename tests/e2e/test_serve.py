@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 import yaml
@@ -23,7 +24,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.t
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
 CHAT = "agent.chat_template=chatml_hermes"
-Asked = Any
+SCORE = {
+    "type": "object",
+    "properties": {"score": {"enum": [1, 2, 3]}, "sure": {"type": "boolean"}},
+    "required": ["score", "sure"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "rate", "description": "Rates.", "parameters": SCORE}}
 
 
 @contextmanager
@@ -56,6 +63,10 @@ def ask(url: str, key: str, **asked: Any) -> Any:
     return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}], **asked)
 
 
+def form_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
 def metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
@@ -65,14 +76,15 @@ def metrics(url: str) -> dict[str, float]:
 def test_a_model_is_served_until_sigterm_and_nothing_is_left(
     tmp_path: Path,
     short_run: Callable[..., dict[str, Any]],
+    policy_of: Callable[..., Path],
     descendants: Callable[[], dict[int, str]],
     settled: Callable[..., dict[int, str]],
 ) -> None:
     file, log = tmp_path / "config.yaml", tmp_path / "log"
-    file.write_text(yaml.safe_dump(short_run(tmp_path)))
+    file.write_text(yaml.safe_dump(short_run(tmp_path, model={"path": str(policy_of({"yes": 1.0}))})))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
 
-    with serving(log, kept, str(file), "--max-tokens", "240") as (process, url):
+    with serving(log, kept, str(file), "--max-tokens", "900") as (process, url):
         key = re.search(r"key +(\S+) +\(made for this server", log.read_text())
         assert key is not None
         greedy = [ask(url, key[1], temperature=0, max_tokens=20) for _ in range(2)]
@@ -82,10 +94,18 @@ def test_a_model_is_served_until_sigterm_and_nothing_is_left(
         )
         with pytest.raises(openai.AuthenticationError):
             ask(url, "another")
+        formed = ask(url, key[1], response_format=form_of(SCORE), max_tokens=60, temperature=1)
+        forced = ask(url, key[1], tools=[TOOL], tool_choice="required", max_tokens=60, temperature=1)
+        with pytest.raises(openai.BadRequestError, match="schema"):
+            ask(url, key[1], response_format=form_of({"type": "nonsense"}))
         process.send_signal(signal.SIGTERM)
         code = process.wait(120)
 
     assert greedy[0].choices[0].message.content == greedy[1].choices[0].message.content == streamed
+    jsonschema.validate(json.loads(formed.choices[0].message.content), SCORE)
+    (call,) = forced.choices[0].message.tool_calls
+    assert call.function.name == "rate"
+    jsonschema.validate(json.loads(call.function.arguments), SCORE)
     assert (code, log.read_text().splitlines()[-1]) == (0, "stopped"), log.read_text()
     assert "Traceback" not in log.read_text()
     assert settled(descendants) == {}

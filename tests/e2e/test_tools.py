@@ -60,19 +60,19 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def mcp_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`rayapp mcp serve` on a free port."""
+    """`rayapp sandbox serve` on a free port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rayapp", "mcp", "serve", "--port", "0"],
+        [sys.executable, "-m", "rayapp", "sandbox", "serve", "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"RAYAPP_MCP_API_KEY": TOOLS_KEY, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"RAYAPP_SANDBOX_API_KEY": TOOLS_KEY, "PYTHONUNBUFFERED": "1"},
     )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving at "), line
-        yield process, line.removeprefix("serving at ").strip()
+        yield process, line.split()[2] + "/mcp"
     finally:
         process.kill()
         process.wait()
@@ -80,7 +80,7 @@ def mcp_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def tool_file(tmp_path: Path, url: str) -> Path:
     """In verl's format, with verl's class names."""
-    servers = {"mcpServers": {"sandboxes": {"url": url, "api_key": "${RAYAPP_MCP_API_KEY}"}}}
+    servers = {"mcpServers": {"sandboxes": {"url": url, "api_key": "${RAYAPP_SANDBOX_API_KEY}"}}}
     (tmp_path / "mcp_server.json").write_text(json.dumps(servers))
     entry = {
         "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",

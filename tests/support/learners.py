@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from rayapp.learner.step import PolicyLearner
 
 
-def import_models(*families: str) -> None:
-    """Do the part of `import_learner` that does not import Ray."""
-    with large_imports():
-        from torch.distributed import checkpoint, fsdp  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
-
-        for family in ("llama", *families):
-            import_module(f"transformers.models.{family}.modeling_{family}")
-
-
 def import_learner(*families: str) -> None:
     """Import the modules of learners in a process that is going to fork them; otherwise each learner spends 5 seconds
     on imports.
@@ -48,8 +38,13 @@ def import_learner(*families: str) -> None:
     Args:
         families: of the models, as transformers names their folders, if not only Llamas.
     """
-    import_models(*families)
     with large_imports():
+        from torch.distributed import checkpoint, fsdp  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+
+        for family in ("llama", *families):
+            import_module(f"transformers.models.{family}.modeling_{family}")
+
         from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
         from verl.workers.config import actor  # noqa: F401
 
@@ -110,7 +105,7 @@ def whole_weights(learner: PolicyLearner) -> dict[str, NDArray[np.float32]]:
 
 
 def take_sgd(learner: PolicyLearner) -> None:
-    """From now on a step moves the weights by their gradient: plain SGD with learning rate 1."""
+    """Replace the optimizer by plain SGD with learning rate 1, so that a step moves the weights by their gradient."""
     import torch
 
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]

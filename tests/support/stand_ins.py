@@ -156,7 +156,7 @@ class ScriptedServer(VllmServer):
         return self._seeded
 
     async def stall(self) -> None:
-        """From now on answer every ping, and never sample."""
+        """Stop sampling, but still answer every ping."""
         self._seeded.goes_on.clear()
 
     async def die_in_update(self) -> None:

@@ -2,11 +2,12 @@
 behind.
 
 Servers are attacked on every route in their code: a route without hostile bodies here fails. Bytes that come in another
-way have a row in `REPLIES`.
+way have a row in `REPLIES`. `DECODES` names each module that decodes bytes or starts a server: a new one fails.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import ctypes
 import gc
@@ -28,12 +29,12 @@ import psutil
 import pytest
 from starlette.routing import Mount, Route
 
+from actors.routing import AnyServer
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.core.errors import ToolUnavailableError
-from rayapp.core.types import Group, RequestId, SamplingParams
-from rayapp.driver.routing import AnyServer
+from rayapp.core.errors import SandboxError, ToolUnavailableError, UnusableWorkError
+from rayapp.core.types import ExecOutcome, ExecResult, Group, RequestId, SamplingParams, StopCause
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.environments.openenv import OpenEnvScene
+from rayapp.rollout.environments.openenv import OpenEnvEpisode
 from rayapp.rollout.external_agent import _answer_in
 from rayapp.rollout.external_program import remove_folder
 from rayapp.rollout.gateway.formats import Formats
@@ -45,12 +46,19 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.server import make_app
 from rayapp.runs.view.source import open_source
-from rayapp.sandbox.mcp_server.app import _application, serving
-from rayapp.sandbox.mcp_server.tools import ServerLimits
+from rayapp.sandbox.service.app import _application, serving
+from rayapp.sandbox.service.mcp_tools import ServerLimits
+from rayapp.sandbox.verdict.results import failure
 from rayapp.tasks.code.conditions import holds as condition_holds
+from rayapp.tasks.custom_rewards import RewardFailedError
+from rayapp.tasks.fusion import fusion_routes
+from rayapp.tasks.judges.questions import read_answer as read_answer_of_judge
 from rayapp.tasks.repository.hidden_tests import all_hold, read_hidden_tests
+from rayapp.tasks.repository.task import as_answer, changed_files, read_answer
 from rayapp.tasks.text_process import holds
 from rayapp.testing.engine import ScriptedEngine
+from rayapp.tools.base import ToolFailedError
+from rayapp.tools.toolset import ArgumentChecker, read_arguments
 from support.hermes import HermesParser
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
@@ -164,6 +172,23 @@ FIELDS = tuple(
         {"temperature": float("nan"), "min_p": 1e308, "seed": 1 << 200},
     )
 )
+PROGRAMS = (
+    *JSON_BOMBS,
+    body(code="1", files={"../x": "", "/etc/x": ""}),
+    body(code="1", files={f"f{i}": "A" * 100_000 for i in range(60)}),
+    body(code="1", files={"a": "!" * 4_000_000}),
+    body(code="(" * 1_000_000),
+    body(code="print('x' * 10**9)", stdin="1" * 3_000_000, run_timeout=1),
+    body(code="1", language="x" * 1_000_000, fetch_files=["x" * 600]),
+    body(code=HALF, run_timeout=1e400, memory_limit_MB=10**30),
+)
+SUBMISSIONS = (
+    *JSON_BOMBS,
+    body(completion="```python\n" * 300_000, config={"provided_data": {"inputs": [""], "outputs": [""]}}),
+    body(completion="print(1)", config={"provided_data": {"test": "[" * 500_000}}),
+    body(completion="print(1)", config={"provided_data": [{"id": HALF}] * 100_000}, id=3),
+    body(completion="1", config={"dataset_type": "MBPPDataset", "provided_data": {"test": ["assert f(1)" * 9999]}}),
+)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -191,7 +216,14 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/metrics": QUERIES,
         "/health": QUERIES,
     },
-    "mcp": {"/mcp": JSON_BOMBS, "/health": QUERIES},
+    "sandbox service": {
+        "/mcp": JSON_BOMBS,
+        "/run_code": PROGRAMS,
+        "/submit": SUBMISSIONS,
+        "/v1/ping": QUERIES,
+        "/health": QUERIES,
+        "/metrics": QUERIES,
+    },
     "view": {
         "/": QUERIES,
         "/static": QUERIES,
@@ -298,15 +330,17 @@ async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def mcp(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    async with serving(SandboxConfig(providers=(LocalConfig(max_sandboxes=1),)), api_key="k") as url:
+async def sandbox_service(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
+    config = SandboxConfig(providers=(LocalConfig(max_sandboxes=1),))
+    async with serving(config, keys={"test": "k"}, more_routes=fusion_routes()) as address:
         headers = {
             "e2b-api-key": "k",
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
         }
-        app: Any = _application(None, ServerLimits(), None, "127.0.0.1")  # type: ignore[arg-type]
-        yield Asked({each.path for each in app.routes}, partial(ask, url, headers))
+        none: Any = None
+        app = _application(none, ServerLimits(), none, none, "127.0.0.1", fusion_routes()(none))
+        yield Asked({each.path for each in app.routes if isinstance(each, Route)}, partial(ask, address, headers))
 
 
 def _degenerate(group: Group) -> Group:
@@ -338,7 +372,7 @@ async def view(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 SERVERS: dict[str, Callable[[Any, Path], AbstractAsyncContextManager[Asked]]] = {
     "gateway": gateway,
     "serve": serve,
-    "mcp": mcp,
+    "sandbox service": sandbox_service,
     "view": view,
 }
 
@@ -383,10 +417,10 @@ async def _hidden_tests(tokenizer: Any) -> None:
 async def _environment(tokenizer: Any) -> None:
     nobody: Any = None
     environment: Any = SimpleNamespace(url="http://it")
-    scene = OpenEnvScene(session=nobody, environment=environment, takes_calls=False)
+    episode = OpenEnvEpisode(session=nobody, environment=environment, takes_calls=False)
     for text in ("[" * 2_000_000, '{"data": {"observation": ' + "[" * 900_000, json.dumps({"data": [0] * 500_000})):
         with pytest.raises(ToolUnavailableError):
-            scene._read(text)
+            episode._read(text)
 
 
 async def _answer_files(tokenizer: Any) -> None:
@@ -409,15 +443,140 @@ def _fill(folder: Path) -> None:
     os.close(inner)
 
 
+class _Workspace:
+    """A sandbox whose programs print what an agent wants."""
+
+    def __init__(self, printed: str) -> None:
+        self.printed = printed
+
+    async def run_code(self, code: str, *, max_output_bytes: int, **options: Any) -> ExecResult:
+        if len(self.printed) > max_output_bytes:
+            return failure("", "ns", stopped_for=StopCause.OUTPUT)
+        return replace(failure("", "ns"), outcome=ExecOutcome.OK, stdout=self.printed)
+
+
+async def _work(tokenizer: Any) -> None:
+    for printed in (
+        *("[" * size + "[]," * size + "[]" + "]" * size for size in (1, 600_000)),
+        json.dumps({"problem": "", "files": {f"{i}": "" for i in range(130_000)}}),
+        json.dumps({"problem": "", "files": [HALF] * 150_000}),
+    ):
+        workspace: Any = _Workspace(printed)
+        with suppress(UnusableWorkError, SandboxError):
+            read_answer(as_answer(await changed_files(workspace, {})))
+    assert read_answer("[" * 900_000) is None
+
+
+async def _arguments(tokenizer: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}, "b": {"pattern": "(x+)+y"}}}
+    checker = ArgumentChecker(schema)
+    for text in (
+        *(bomb.decode(errors="replace") for bomb in JSON_BOMBS),
+        json.dumps({"a": [[0]] * 2000, "b": "x" * 99}),
+    ):
+        with suppress(ToolFailedError):
+            checker.problem(read_arguments(text))
+
+
+async def _judges(tokenizer: Any) -> None:
+    schema = {"type": "object", "properties": {"reason": {"type": "string"}}, "additionalProperties": False}
+    for text in (
+        "```json\n" * 100_000,
+        "<think>" * 100_000,
+        json.dumps({f"{i}": i for i in range(100_000)}),
+        "[" * 900_000,
+    ):
+        with suppress(RewardFailedError):
+            read_answer_of_judge(text, schema)
+
+
 REPLIES: dict[str, Callable[[Any], Awaitable[None]]] = {
     "results of tools in a prompt": _tool_results,
     "conditions of rows": _conditions,
     "reports of hidden tests": _hidden_tests,
     "replies of an environment": _environment,
     "answer files and folders of agents": _answer_files,
+    "files that agents changed": _work,
+    "arguments of tool calls": _arguments,
+    "answers of judges": _judges,
 }
 
 
 @pytest.mark.parametrize("reply", REPLIES)
 async def test_no_reply_holds_the_loop_up_or_fills_the_process(reply: str, chat_tokenizer: Any) -> None:
     await attack([partial(REPLIES[reply], chat_tokenizer)], num_at_once=1)
+
+
+# No way in without a row ------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("rayapp/rollout", "rayapp/tasks", "rayapp/tools", "rayapp/sandbox", "rayapp/runs/view", "actors")
+"""Where bytes of policies, agents and sandboxes arrive in a process with an event loop."""
+DECODERS = {"loads", "decompress", "literal_eval", "raw_decode", "unpackb", "frombuffer"}
+SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "start_unix_server", "create_server"}
+OURS = "ours"
+"""Decodes only what rayapp, the user's files or the user's services wrote, or runs inside a sandbox."""
+DECODES = {
+    "rayapp/rollout/curriculum.py": OURS,
+    "rayapp/rollout/environments/openenv.py": "replies of an environment",
+    "rayapp/rollout/gateway/conversation.py": "gateway",
+    "rayapp/rollout/gateway/reading.py": "gateway",
+    "rayapp/rollout/gateway/server.py": "gateway",
+    "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
+    "rayapp/runs/view/server.py": "view",
+    **{
+        f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
+        for name in ("manifest", "pull", "sources")
+    },
+    "rayapp/sandbox/images/store.py": OURS,
+    "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
+    "rayapp/sandbox/local/doctor.py": OURS,
+    "rayapp/sandbox/local/inside/child.py": OURS,
+    "rayapp/sandbox/local/inside/guest.py": OURS,
+    "rayapp/sandbox/local/staging.py": OURS,
+    "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
+    "rayapp/sandbox/service/app.py": "sandbox service",
+    "rayapp/sandbox/providers/relay.py": "unit/sandbox/providers/test_relay.py",
+    "rayapp/sandbox/providers/relay_program.py": OURS,
+    "rayapp/sandbox/verdict/program.py": "unit/sandbox/verdict/test_results.py",
+    "rayapp/tasks/audit/hunt.py": OURS,
+    "rayapp/tasks/audit/subject.py": OURS,
+    "rayapp/tasks/code/formats.py": OURS,
+    "rayapp/tasks/data/files.py": OURS,
+    "rayapp/tasks/data/rows.py": OURS,
+    "rayapp/tasks/environments/verifiers.py": OURS,
+    "rayapp/tasks/environments/verifiers_child.py": OURS,
+    "rayapp/tasks/fusion.py": "sandbox service",
+    "rayapp/tasks/generators.py": OURS,
+    "rayapp/tasks/grading.py": OURS,
+    "rayapp/tasks/judges/client.py": "answers of judges",
+    "rayapp/tasks/judges/judge.py": "answers of judges",
+    "rayapp/tasks/judges/questions.py": "answers of judges",
+    "rayapp/tasks/repository/folder.py": OURS,
+    "rayapp/tasks/repository/hidden_tests.py": OURS,
+    "rayapp/tasks/repository/scripts.py": "unit/tasks/test_repository.py",
+    "rayapp/tasks/repository/sentinels.py": OURS,
+    "rayapp/tasks/repository/task.py": "files that agents changed",
+    "rayapp/tasks/text_child.py": OURS,
+    "rayapp/tools/base.py": OURS,
+    "rayapp/tools/toolset.py": "arguments of tool calls",
+}
+"""Module that decodes bytes or starts a server -> the row above or the test file with its hostile bytes."""
+
+
+def _decodes(path: Path) -> bool:
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in calls}
+    return not names.isdisjoint(DECODERS | SERVERS_MADE_BY)
+
+
+def test_every_module_that_decodes_or_serves_has_a_row() -> None:
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if "library" not in path.parts]
+    assert {str(path.relative_to(ROOT)) for path in files if _decodes(path)} == DECODES.keys()
+    known = {
+        OURS,
+        *BODIES,
+        *REPLIES,
+        *(f"unit/{file.relative_to(ROOT / 'tests/unit')}" for file in (ROOT / "tests/unit").rglob("test_*.py")),
+    }
+    assert set(DECODES.values()) <= known

@@ -24,7 +24,7 @@ class CheckResult:
     figure: str
     """Measurement or failure, in one line."""
     cure: str = ""
-    """Way out of a problem; empty for other levels."""
+    """Cure of a problem; empty for other levels."""
     details: dict[str, Any] = field(default_factory=dict)
     """Numbers for the report: plain JSON."""
 

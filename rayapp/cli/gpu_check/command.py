@@ -1,6 +1,6 @@
-"""`rayapp gpu-check`: check on this machine's GPUs everything that a run needs, in minutes, without a download.
+"""`rayapp gpu-check`: check everything on this machine's GPUs that a run uses, in minutes, without a download.
 
-Each check runs in its own process, so that one that crashes or hangs is a row in the table and the rest still run.
+Each check runs in its own process, so that a check that crashes or hangs is a row in the table, and the rest still run.
 `run_check` starts it as
 
     python -m rayapp.cli.gpu_check.command NAME CONTEXT.json RESULT.json
@@ -86,8 +86,8 @@ def _in_process(check: GpuCheck, context: CheckContext, folder: Path) -> CheckRe
 
 def _hung(check: GpuCheck, log: Path) -> CheckResult:
     return CheckResult(
-        level="problem", figure=f"nothing within {check.deadline_s:g} s; its last line: {_last_line(log)}",
-        cure=f"alone and with what it prints: NCCL_DEBUG=INFO rayapp gpu-check --only {check.name}",
+        level="problem", figure=f"no result within {check.deadline_s:g} s; its last line: {_last_line(log)}",
+        cure=f"run this check alone, with NCCL's log: NCCL_DEBUG=INFO rayapp gpu-check --only {check.name}",
         details={"log": _tail(log)},
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def main(name: str, given: str, result: str) -> None:
         first = str(error).strip().partition("\n")[0]
         outcome = CheckResult(
             level="problem", figure=f"{type(error).__name__}: {first}"[:300],
-            cure="docs/troubleshoot.md has messages; the whole one is in the report",
+            cure="docs/troubleshoot.md explains messages; the report has the whole message",
             details={"log": lines[-LOG_CHARS:]},
         )  # fmt: skip
     write_text(Path(result), json.dumps(asdict(outcome)))
@@ -140,7 +140,7 @@ app = typer.Typer()
 
 
 def print_rows(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Print each row as soon as its check ends; return all rows."""
+    """Print each check's row as soon as the check ends; return all rows."""
     done = []
     for row in rows:
         done.append(row)
@@ -178,7 +178,7 @@ def chosen(only: Sequence[str]) -> list[GpuCheck]:
 
 
 def gpus_here() -> int:
-    """Count GPUs in a child process: initialising CUDA here would take memory on the GPUs to check."""
+    """Count GPUs in a child process, because CUDA in this process would take memory on the GPUs to check."""
     import subprocess
 
     program = "import torch; print(torch.cuda.device_count())"
@@ -230,7 +230,7 @@ def _count(device: str, asked: int) -> int:
     have = gpus_here()
     if have == 0 or have < asked:
         raise InputError(
-            f"{asked or 'some'} GPUs are to be checked, but torch finds {have} on this machine. `nvidia-smi` shows "
-            "the driver; `make venv DEVICE=gpu` installs the build for GPUs; --device cpu tries the checks without."
+            f"{asked or 'some'} GPUs were requested, but torch finds {have} on this machine. `nvidia-smi` shows the "
+            "driver; `make venv DEVICE=gpu` installs the build for GPUs; --device cpu tries the checks without a GPU."
         )
     return asked or min(have, 8)

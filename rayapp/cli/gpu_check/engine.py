@@ -14,7 +14,7 @@ import numpy as np
 from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged, model_of
 from rayapp.config.config import Config
 from rayapp.core.types import RequestId, SamplingParams
-from rayapp.learner.memory.gpus import GIB
+from rayapp.learner.memory.shape import GIB
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """Largest allowed mean over tokens: differences from bfloat16 summation order are smaller."""
@@ -112,10 +112,10 @@ def judge_engine(found: dict[str, Any]) -> CheckResult:
         figure += f"; asleep in {found['sleep_s']:.1f} s, awake in {found['wake_s']:.1f} s"
         figure += f", {found['freed_gib']:.1f} GiB given back"
     if not difference <= MAX_LOG_PROB_DIFFERENCE:
-        cure = "learner and engine compute another model: same dtype on both sides? Report it with this file"
+        cure = "use the same dtype for learner and engine; if they still differ, report the problem with this file"
         return judged(figure, f"more than {MAX_LOG_PROB_DIFFERENCE} from the learner's", cure, **found)
     if found.get("freed_gib", 1.0) <= 0:
-        return judged(figure, "sleep freed no memory", "use cluster.placement=split, and report it", **found)
+        return judged(figure, "sleep freed no memory", "use cluster.placement=split, and report the problem", **found)
     return judged(figure, **found)
 
 
@@ -192,5 +192,5 @@ def judge_memory(taken: int, planned: int, outside: int, assumed_outside: int) -
     problem = f"the plan is off by {error:.0%}" if error > MAX_PLAN_ERROR else ""
     if outside > 2 * assumed_outside:
         problem = problem or "CUDA takes more than twice what the plan assumes"
-    cure = "leave more room than `rayapp plan` says, and report it with this file"
+    cure = "leave more memory free than `rayapp plan` says, and report the problem with this file"
     return judged(figure, problem, cure, taken=taken, planned=planned, outside=outside)

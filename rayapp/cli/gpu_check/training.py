@@ -1,4 +1,4 @@
-"""Checks that run `rayapp train` for three steps with a small model: a real run in everything but size."""
+"""Checks that run `rayapp train` for three steps with a small model: a real run, except for its size."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> CheckResult:
     rows = [row for row in steps if "learner/grad_norm" in row]
     if len(rows) < NUM_STEPS:
         figure = f"{transport}: {len(rows)} of {NUM_STEPS} steps have a gradient's norm"
-        return judged(figure, "the others trained on nothing, or it was not finite", "report it with this file")
+        return judged(
+            figure, "the other steps trained on no token, or the norm was not finite", "report it with this file"
+        )
     last = rows[-1]
     gb_s = sync_gb_s(rows)
     differences = [float(row.get("rollout_probs_diff/mean", math.nan)) for row in rows]  # NaN is not recorded
@@ -140,7 +142,8 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> CheckResult:
         return judged(figure, "a gradient is not finite", "report it with this file", **details)
     if not difference <= MAX_LOG_PROB_DIFFERENCE:
         cure = (
-            f"servers don't hold the learners' weights: set server.weight_transport to another, and report {transport}"
+            "servers don't hold the learners' weights: set server.weight_transport to another transport, and report "
+            f"{transport}"
         )
         return judged(figure, "servers sample from other weights", cure, **details)
     return judged(figure, **details)

@@ -22,7 +22,8 @@ app = typer.Typer()
 
 
 def _check_memory(files: Mapping[str, str], config: Config, model_config: Path | None) -> None:
-    """Check the pods' memory if the model's config.json can be read here; otherwise print that it was not checked."""
+    """Check the pods' memory if the model's config.json can be read on this machine; otherwise print that the memory
+    was not checked."""
     from rayapp.cli.kuberay.render import check_memory
 
     with with_model_config(config, model_config) as known:
@@ -133,6 +134,6 @@ def _model(documents: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     if "models" not in mounts or path.startswith("s3://") or PurePosixPath(path).is_absolute():
         return
     yield (
-        f"model.path is {path}: every pod fetches it from the hub, and {mounts['models']} is not used. To take it from "
-        f"there, name its folder: --set run.model=FOLDER"
+        f"model.path is {path}: every pod fetches it from the hub, although {mounts['models']} is mounted. To use the "
+        "mounted model, name its folder: --set run.model=FOLDER"
     )

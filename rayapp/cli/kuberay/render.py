@@ -5,7 +5,7 @@ library render. Then it checks the result: the config and overrides of the entry
 that the run's processes need, and the RayJob passes those admission rules of KubeRay that no schema can express.
 
 KubeRay 1.7 checks these rules in its webhook; without a webhook, the operator sets a bad job to ValidationFailed. Each
-rule here is a function from the manifest to its complaints and yields none if it does not apply.
+rule is a function that takes the manifest and yields its complaints; it yields none if the rule does not apply.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import yaml
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.learner.memory.gpus import GIB
 from rayapp.learner.memory.plan import plan_node
-from rayapp.learner.memory.shape import model_shape
+from rayapp.learner.memory.shape import GIB, model_shape
 
 Manifest = dict[str, Any]
 MAX_NAME = 47
@@ -176,7 +175,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """One installation of the chart (Helm's term)."""
+    """An installation of the chart (Helm's term)."""
 
     name: str
     """Name of the RayJob and of the run, and prefix of the other objects' names."""

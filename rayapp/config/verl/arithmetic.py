@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.agent import DATA_FILES, is_data_file
-from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
-from rayapp.config.verl.rules import Landing, Values
+from rayapp.config.agent import is_data_file
+from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
+from rayapp.config.verl.rules import REWARD_MODELS, Landing, Rule, Values, reward_model_gpus
 from rayapp.core.errors import ConfigError
 
 _BATCH = "data.train_batch_size"
@@ -16,6 +16,9 @@ _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
 _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
+_TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
+"""GPUs of the servers alone, in verl's one_step_off_policy."""
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
@@ -37,12 +40,14 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
     takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
-    if size < 2 and takes_rewards and estimator not in (*NEEDS_NO_GROUP, *NEEDS_CRITIC):
-        raise ConfigError(
-            f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, so a group needs "
-            f"at least 2. Set {key}=8, or algorithm.adv_estimator=reinforce_plus_plus."
-        )
-    return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
+    if size > 1 or estimator in NEEDS_NO_GROUP or not takes_rewards:
+        return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
+    if estimator in NEEDS_GROUP:
+        raise ConfigError(f"{key} = {value} can't be imported: {estimator} compares at least 2. Set {key}=8.")
+    return Landing(
+        settings={"rollout.group_size": size},
+        note=f"warning: {estimator} has nothing to compare, so rewards are the advantages, as in verl; set {key}=8",
+    )
 
 
 def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
@@ -79,6 +84,9 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
     sequences."""
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
+    older = values.get("actor_rollout_ref.actor.ppo_micro_batch_size")
+    if value is None and older is not None:
+        value = max(1, int(older) // num_gpus(values))
     if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
         tokens = int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])
         note = "from ppo_max_token_len_per_gpu"
@@ -87,27 +95,47 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"learner.max_tokens_per_microbatch": max(tokens, longest, 16)}, note=note)
 
 
+def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
+    """Return the number of GPUs that two keys give: GPUs of a node, and nodes."""
+    return int(values[names[0]]) * int(values[names[1]])
+
+
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Map GPUs: servers and learners take turns on the same ones, as in verl."""
-    total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
-    if total % tp:
+    """Map GPUs: servers and learners take turns on the same ones, as in verl, unless rollouts have some of their own.
+
+    A reward model gets further ones.
+    """
+    learners, tp = num_gpus(values), int(values[_TP])
+    is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
+    served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
+    if served % tp:
         raise ConfigError(
-            f"trainer.n_gpus_per_node x trainer.nnodes = {total} GPUs can't be split into servers of {_TP} = {tp}. "
-            f"Use a divisor of {total}."
+            f"{' x '.join(names)} = {served} GPUs can't be split into servers of {_TP} = {tp}. Use a divisor of "
+            f"{served}."
         )
+    judges = sum(reward_model_gpus(section, values) for section in REWARD_MODELS)
     settings = {
         "cluster.device": "gpu",
-        "cluster.placement": "colocated",
-        "cluster.num_gpus": total,
-        "server.num_servers": total // tp,
-        "learner.num_learners": total,
+        "cluster.placement": "split" if is_split else "colocated",
+        "cluster.num_gpus": learners + judges + (served if is_split else 0),
+        "server.num_servers": served // tp,
+        "learner.num_learners": learners,
     }
-    return Landing(settings=settings, note=f"{total // tp} servers x TP {tp} on the GPUs of {total} learners")
+    shared = "beside" if is_split else "on the GPUs of"
+    note = f"{served // tp} servers x TP {tp} {shared} {learners} learners"
+    return Landing(settings=settings, note=note + (f", and {judges} GPUs more for the reward model" if judges else ""))
+
+
+def rollout_gpus(key: str, value: Any, values: Values) -> Landing:
+    """Map one_step_off_policy: the batch of the next step is sampled while the learners train."""
+    if not all(values.get(name) for name in _ROLLOUT_GPUS):
+        raise ConfigError(f"{key} = {value!r} can't be imported without {' and '.join(_ROLLOUT_GPUS)}: give both")
+    return Landing(settings={"train.max_staleness": 1}, note="servers have GPUs of their own, one step ahead")
 
 
 def workers(key: str, value: Any, values: Values) -> Landing:
     """Map rollout workers: verl's default of 8 is for a node with 8 GPUs; one worker plays many groups at once."""
-    most = max(1, int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]))
+    most = num_gpus(values)
     note = f"no more than GPUs: {most}" if int(value) > most else ""
     return Landing(settings={"rollout.num_workers": min(int(value), most)}, note=note)
 
@@ -116,9 +144,14 @@ def lora(key: str, value: Any, values: Values) -> Landing:
     """Map adapters; verl's default alpha is 16."""
     if not value:
         return Landing(settings={"learner.lora.rank": 0})
-    settings = {"learner.lora.rank": int(value), "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16))}
-    modules = values.get(f"{_MODEL}.target_modules", "all-linear")
-    return Landing(settings=settings | {"learner.lora.target_modules": as_list(modules)})
+    settings = {
+        "learner.lora.rank": int(value),
+        "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16)),
+        "learner.lora.target_modules": as_list(values.get(f"{_MODEL}.target_modules", "all-linear")),
+    }
+    if values.get(f"{_MODEL}.lora.merge"):
+        settings["learner.lora.send"] = "merged"
+    return Landing(settings=settings)
 
 
 def num_steps(key: str, value: Any, values: Values) -> Landing:
@@ -126,6 +159,8 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
     if value is not None:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
+    if not values.get("data.train_files"):
+        return Landing(note="epochs of data.train_files, which are not set")
     files = [str(file) for file in as_list(values["data.train_files"])]
     if absent := [file for file in files if not Path(file).is_file()]:
         return Landing(note=f"{epochs} epochs can't be counted, as {absent[0]} is not here; {STEPS} says how many")
@@ -172,6 +207,8 @@ def clip_ratio(key: str, value: Any, values: Values) -> Landing:
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
     """Take the upper bound of the weights, or `lower_upper`, outside of which verl sets them to 0 (IcePop)."""
+    if value is None:
+        return Landing(note="our default stays")
     lower, _, upper = str(value).rpartition("_")
     settings = {"algorithm.rollout_correction.threshold": float(upper)}
     if lower:
@@ -233,7 +270,7 @@ def rejection(key: str, value: Any, values: Values) -> Landing:
 
 def replicas(key: str, value: Any, values: Values) -> Landing:
     """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
-    total, size = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(value)
+    total, size = num_gpus(values), int(value)
     if size > 0 and total % min(size, total):
         raise ConfigError(f"{key} = {value} can't be imported: it must divide the {total} GPUs of the trainer")
     copies = total // min(size, total) if size > 0 else 1
@@ -318,12 +355,17 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def data_files(value: Any) -> list[Any]:
-    """Return the data files: verl reads any file as rows; here the file's ending decides."""
-    files = as_list(value)
-    if others := [file for file in files if isinstance(file, str) and not is_data_file(file)]:
-        raise ValueError(f"the name of a data file ends in {', '.join(DATA_FILES)} here; rename {others[0]}")
-    return files
+def data_files(target: str) -> Rule:
+    """Return a rule for data files: verl reads any file as parquet; here the ending says what a file is."""
+
+    def rule(key: str, value: Any, values: Values) -> Landing:
+        files = [str(file) for file in as_list(value)]
+        others = [file for file in files if not is_data_file(file)]
+        named = [f"{file}.parquet" if file in others else file for file in files]
+        note = f"rename {', '.join(others)}: the name of a parquet file must end in .parquet here" if others else ""
+        return Landing(settings={target: named}, note=note)
+
+    return rule
 
 
 def at_least_zero(value: Any) -> int:

@@ -6,6 +6,7 @@ A verl configuration as flat keys: the YAML file and Hydra's overrides, without 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import yaml
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.config.verl.arithmetic import STEPS
-from rayapp.config.verl.keys import DEFAULTS, TABLE
+from rayapp.config.verl.keys import DEFAULTS, RENAMED, TABLE
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect
 from rayapp.config.verl.script import read_script
 from rayapp.core.errors import ConfigError
@@ -83,7 +84,7 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
         raise ConfigError(
             f"verl script {path}: {name} trains with Megatron, which is not here. Use ppo_trainer (FSDP)."
         )
-    folders = [Path(options.get("path", ".")), path.parent / options.get("path", ".")]
+    folders = list(_config_folders(path, options.get("path", "."), launch.module))
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         raise ConfigError(
@@ -93,6 +94,19 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
     return file, [*found, *overrides]
 
 
+def _config_folders(script: Path, given: str, module: str) -> Iterator[Path]:
+    """Yield the folders that --config-path may mean: from here or from a folder above the script, also from the file of
+    the module, as Hydra reads it."""
+    folder = Path(given)
+    yield folder
+    relative = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    if relative.is_absolute():
+        return
+    for above in script.resolve().parents:
+        yield above / relative
+        yield above / Path(*module.split(".")[:-1]) / relative
+
+
 def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """Return the values with `${data.max_prompt_length}` and the like filled in, as by Hydra."""
     if not any(isinstance(value, str) and "${" in value for value in values.values()):
@@ -100,15 +114,25 @@ def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    tree = OmegaConf.create()
+    tree = OmegaConf.create(_verls_own())
     try:
         for key, value in values.items():
             OmegaConf.update(tree, key, value, force_add=True)
-        resolved = OmegaConf.to_container(tree, resolve=True)
+        resolved = {key: OmegaConf.select(tree, key) for key in values}
     except OmegaConfBaseException as error:
         raise ConfigError(f"verl config {path}: {str(error).splitlines()[0]}") from error
-    assert isinstance(resolved, dict)
-    return dict(_flat({str(key): value for key, value in resolved.items()}))
+    plain = {
+        key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for key, value in resolved.items()
+    }
+    return dict(_flat(plain))
+
+
+def _verls_own() -> dict[str, Any]:
+    """Return verl's own defaults, which a value may name; found without importing verl."""
+    package = importlib.util.find_spec("verl")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    return _yaml(Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -254,7 +278,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
             itself.
     """
     ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
-    given = read_verl(path, [override for override in overrides if not override.startswith(OURS)])
+    given = _newer_names(read_verl(path, [override for override in overrides if not override.startswith(OURS)]))
     values = given | {key: value for key, value in DEFAULTS.items() if key not in given}
     own = dict(_our_setting(override) for override in ours)
     problems = _needed(values)
@@ -275,6 +299,11 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
         raise ConfigError("verl keys that can't be imported:\n  " + "\n  ".join(dict.fromkeys(problems.values())))
     settings = settings_of(rows) | own
     return Imported(config=load_settings(settings, rows), settings=settings, rows=tuple(rows))
+
+
+def _newer_names(values: Values) -> dict[str, Any]:
+    newer = {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
+    return {key: value for key, value in values.items() if key not in RENAMED} | newer
 
 
 def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
@@ -340,13 +369,18 @@ def _rule(key: str) -> Rule | None:
     return next((TABLE[section] for section in sections if section in TABLE), None)
 
 
+_MOST_SLIPS = 3
+"""Letters that a misspelt key may have more or less."""
+
+
 def _unknown(key: str) -> str:
     """Return the problem of an unknown key, with a similar key of the same section if there is one."""
     if "@" in key:
         return f"{key}: it chooses another file of verl's configuration; give that file's keys one by one"
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    near = [each for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
     return f"{key}: " + (
         f"did you mean {section}.{near[0]}?" if near else "no rule says what it means here; leave it out"
     )

@@ -25,9 +25,9 @@ _VLLM_OWN = "vLLM's own default is taken"
 _NOT_READ = "not read by verl's GRPO either, or its own machinery"
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 _OF_FSDP = (
-    "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "seed", "use_torch_compile",
-    "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing", "pad_to_length",
-    "pad_to_length_bucket", "use_no_sync_for_gradient_accumulation",
+    "grad_offload", "wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params", "seed",
+    "use_torch_compile", "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size",
+    "entropy_checkpointing", "pad_to_length", "pad_to_length_bucket", "use_no_sync_for_gradient_accumulation",
 )  # fmt: skip
 """Keys of fsdp_config that change the time or the memory of a step, but not its result."""
 
@@ -73,9 +73,18 @@ DEFAULTS: dict[str, Any] = {
 }
 """verl 0.9's defaults for keys that a user omits, if they change something here."""
 
+RENAMED: dict[str, str] = {
+    f"{_OPTIM}.warmup_style": f"{_OPTIM}.lr_scheduler_type",
+    **{
+        f"{_ACTOR}.{name}": f"{_ACTOR}.policy_loss.{name}"
+        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    },
+}
+"""Older names of verl's keys: a value other than null counts as that of the newer key."""
+
 DATA: dict[str, Rule] = {
-    "data.train_files": to("tasks", arithmetic.data_files),
-    "data.val_files": to("eval.tasks", arithmetic.data_files),
+    "data.train_files": arithmetic.data_files("tasks"),
+    "data.val_files": arithmetic.data_files("eval.tasks"),
     "data.train_batch_size": to("train.groups_per_step", int, note="prompts per step"),
     "data.max_prompt_length": to("rollout.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int, note="over all turns, tool results included"),
@@ -227,7 +236,7 @@ ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": no_effect(_LOG_PROBS),
     f"{_ROLLOUT}.calculate_log_probs": no_effect(_ALWAYS),
     f"{_ROLLOUT}.max_model_len": no_effect("max_prompt_length + max_response_length"),
-    f"{_ROLLOUT}.enable_prefix_caching": no_effect(_ALWAYS),
+    f"{_ROLLOUT}.enable_prefix_caching": no_effect("servers always cache prefixes: the same samples"),
     **dict.fromkeys(
         (
             f"{_ROLLOUT}.enable_chunked_prefill",
@@ -289,7 +298,6 @@ TRAINER: dict[str, Rule] = {
     "custom_reward_function.name": no_effect("goes with custom_reward_function.path"),
     "reward.custom_reward_function.path": arithmetic.custom_reward,
     "reward.custom_reward_function.name": no_effect("goes with reward.custom_reward_function.path"),
-    "reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
     "hydra.*": no_effect("Hydra's own: it is not used here"),
     "model_engine": only("dp", None, why="learners shard with FSDP2: Megatron, VeOmni and TorchTitan are not here"),
     "ray_kwargs.*": no_effect("see cluster.*"),

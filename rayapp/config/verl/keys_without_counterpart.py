@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection
+from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection, rollout_gpus
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
@@ -28,18 +28,39 @@ _ESTIMATED = {
 """KL over sampled tokens: (use_policy_gradient, loss_mode) -> direction of the KL whose gradient it is."""
 
 
+_OF_LOSS = {
+    "policy_loss_mode": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
+    "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
+    "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
+}
+"""Keys of the distillation's own policy loss, and the policy's with their defaults."""
+
+
 def distillation(key: str, value: Any, values: Values) -> Landing:
     """Map all keys of the section together, as their meanings depend on each other."""
     if not value:
         return Landing(note="no teacher")
     settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
     takes_rewards = bool(values.get(f"{_LOSS}.use_task_rewards", True))
+    if values.get(f"{_LOSS}.use_policy_gradient"):
+        _check_loss(values)
     settings |= {
         "distillation.teacher": _teacher(values),
         "distillation.weight": float(values.get(f"{_LOSS}.distillation_loss_coef", 1.0)) if takes_rewards else 1.0,
         "distillation.reward_weight": float(takes_rewards),
     }
     return Landing(settings=settings, note="the learners hold the teacher, and it has no servers of its own")
+
+
+def _check_loss(values: Values) -> None:
+    """Check that the teacher's advantages go through the loss of the rewards': here both are one sum."""
+    for name, (key, default) in _OF_LOSS.items():
+        own, policys = values.get(f"{_LOSS}.{name}", default), values.get(key)
+        if own != (default if policys is None else policys):
+            raise ConfigError(
+                f"{_LOSS}.{name} = {own!r} can't be imported: advantages of the teacher and of rewards go through one "
+                f"loss, of {key} = {policys!r}. Set both alike."
+            )
 
 
 def _kl(values: Values) -> dict[str, Any]:
@@ -102,10 +123,8 @@ DAPO: dict[str, Rule] = {
 }
 
 REWARD: dict[str, Rule] = {
-    "reward.reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
-    **_all(
-        "a reward model is a judge behind HTTP here (docs/judges.md)", "reward.reward_model.*", "reward_model.model.*"
-    ),
+    **dict.fromkeys([f"{section}.enable" for section in rules.REWARD_MODELS], rules.reward_model),
+    **_all("goes with the enable of the reward model", "reward.reward_model.*", "reward_model.model.*"),
     **_all(
         "rewards are scored by the rollout workers",
         "reward.num_workers",
@@ -214,7 +233,9 @@ POLICY: dict[str, Rule] = {
         for name in ("tau_pos", "tau_neg")
     },
     f"{_ACTOR}.loss_scale_factor": only(None, why="the divisor is the longest response"),
-    f"{_ACTOR}.ppo_micro_batch_size": only(None, why="give ppo_micro_batch_size_per_gpu"),
+    f"{_ACTOR}.ppo_micro_batch_size": no_effect(
+        "of all GPUs together; counts where ppo_micro_batch_size_per_gpu is not set"
+    ),
     f"{_ACTOR}.qat.enable": only(False, why="the policy is trained in learner.compute_dtype"),
     f"{_ACTOR}.qat.*": no_effect(_OFF),
     f"{_ACTOR}.router_replay.mode": only("disabled", "R3", why="give rollout.enable_rollout_routing_replay"),
@@ -244,7 +265,6 @@ POLICY: dict[str, Rule] = {
     f"{_OPTIM}.override_optimizer_config": only(None, {}, why="the optimizer is torch's AdamW; see learner.optimizer"),
     f"{_OPTIM}.num_cycles": only(0.5, None, why="cosine falls once, from the peak to the end"),
     f"{_OPTIM}.zero_indexed_step": no_effect("one step of the warm-up"),
-    f"{_OPTIM}.warmup_style": only(None, why="verl renamed it to lr_scheduler_type"),
     f"{_MODEL}.hf_config_path": only(None, why="the configuration lies beside the weights"),
     f"{_MODEL}.tokenizer_path": only(None, why="the tokenizer lies beside the weights"),
     f"{_MODEL}.external_lib": only(None, why="no code is imported for its side effects"),
@@ -264,7 +284,8 @@ POLICY: dict[str, Rule] = {
     f"{_MODEL}.mtp.enable": only(False, why="one token is predicted at a time"),
     f"{_MODEL}.mtp.*": no_effect(_OFF),
     f"{_MODEL}.lora.rank": only(0, why="that section is Megatron's: give lora_rank"),
-    f"{_MODEL}.lora.*": no_effect("that section is Megatron's"),
+    f"{_MODEL}.lora.merge": no_effect("counts where lora_rank is set"),
+    f"{_MODEL}.lora.*": no_effect("only read by Megatron"),
 }
 
 ALGORITHM_REST: dict[str, Rule] = {
@@ -272,9 +293,15 @@ ALGORITHM_REST: dict[str, Rule] = {
     "algorithm.pf_ppo.*": no_effect(_OFF),
     "algorithm.rollout_correction.rollout_rs": rejection,
     "algorithm.rollout_correction.rollout_rs_threshold": no_effect("goes with rollout_rs"),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": only(
+        None, why="verl 0.9 has the range LOWER_UPPER in rollout_rs_threshold"
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": only(None, why="verl 0.9 has no veto; see rollout_rs"),
     "algorithm.rollout_correction.bypass_mode": bypass_mode,
     "algorithm.rollout_correction.loss_type": no_effect("goes with bypass_mode"),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": only(False, why="weights are not normalized"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": to(
+        "algorithm.rollout_correction.batch_normalize", bool, note="over all micro-batches, also with bypass_mode"
+    ),
     "distillation.enabled": distillation,
     "distillation.*": no_effect("goes with distillation.enabled"),
 }
@@ -301,6 +328,11 @@ DATA_REST: dict[str, Rule] = {
 }
 
 TRAINER_REST: dict[str, Rule] = {
+    "rollout.n_gpus_per_node": rollout_gpus,
+    "rollout.nnodes": no_effect("counts with rollout.n_gpus_per_node"),
+    "async_training.*": rules.refused(
+        "async_training", why="for asynchronous runs give rayapp.train.max_staleness=1 or more"
+    ),
     "trainer.resume_from_path": no_effect("only read with resume_mode=resume_path"),
     "trainer.checkpoint_callback_class": only(None, why="checkpoints are folders that other programs can watch"),
     "trainer.del_local_ckpt_after_load": no_effect("checkpoint.keep_last says what stays"),
@@ -315,6 +347,11 @@ TRAINER_REST: dict[str, Rule] = {
         "global_profiler.*",
         "skip.*",
     ),
+    **dict.fromkeys(
+        [f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "async_rollout")],
+        only(False, why="groups are always sampled; `rayapp train --replay` trains on recorded ones"),
+    ),
+    "trainer.v1.sampler.custom_sampler.path": only(None, why="groups are trained in the order of their prompts"),
     "transfer_queue.enable": no_effect("groups travel through Ray's object store"),
     "transfer_queue.*": no_effect("groups travel through Ray's object store"),
 }

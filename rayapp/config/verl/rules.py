@@ -163,12 +163,50 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
             f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
             "as rayapp.reward.custom."
         )
-    if value == "batch" and any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported with a custom_reward_function: it takes lists of answers, and here "
-            "compute_score is called for one answer at a time. Rewrite it so, and leave the manager out."
-        )
     return Landing(note="rows are scored one by one, by the rule of their data_source")
+
+
+REWARD_MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
+"""Sections of a reward model, today's and the older one, and the key of its path in it."""
+_JUDGE = "reward_model"
+"""Name of the judge, and of its server."""
+
+
+def reward_model_gpus(section: str, values: Values) -> int:
+    """Return the GPUs of a section's reward model; 0 if it is off."""
+    size = values.get(f"{section}.rollout.tensor_model_parallel_size") or 2  # verl's default
+    return int(size) if values.get(f"{section}.enable") else 0
+
+
+def reward_model(key: str, value: Any, values: Values) -> Landing:
+    """Map a model that classifies answers: a judge behind a server of the run, whose number is the reward, as in verl.
+
+    A generative reward model is asked by a function of the user, through a router of verl's.
+    """
+    section = key.rpartition(".")[0]
+    if not value:
+        return Landing(note="no reward model")
+    path_key = f"{section}.{REWARD_MODELS[section]}"
+    if any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: your custom_reward_function asks the model through verl's router. "
+            f"Ask a server of yours there and set {key}=False, or make the model a judge (docs/judges.md)."
+        )
+    if not values.get(path_key):
+        raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set it.")
+    lengths = [values.get(f"{section}.rollout.{name}") for name in ("prompt_length", "response_length")]
+    longest = {"max-model-len": sum(int(each) for each in lengths if each)} if all(lengths) else {}
+    server = {
+        "name": _JUDGE,
+        "path": values[path_key],
+        "tensor_parallel_size": reward_model_gpus(section, values),
+        "gpu_memory_utilization": float(values.get(f"{section}.rollout.gpu_memory_utilization") or 0.5),
+        "options": {"runner": "pooling", **longest},
+    }
+    judge = {"name": _JUDGE, "kind": "reward_model", "base_url": f"run://{_JUDGE}", "model": _JUDGE}
+    settings = {"model_servers": [server], "judges": [judge], "reward.judges": {_JUDGE: 1.0}}
+    note = "one vLLM server of the run on GPUs of its own; its number is the reward"
+    return Landing(settings=settings | {"reward.verdict_weight": 0.0}, note=note)
 
 
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:

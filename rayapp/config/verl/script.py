@@ -1,7 +1,8 @@
 """Read the verl command of a launch script without running the script. Called by `importing.py`.
 
 It knows a small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and the
-programs `date`, `pwd`, `echo`, `basename`, `dirname` and `readlink`. An error names the values that it can't compute.
+programs `date`, `pwd`, `echo`, `tr`, `basename`, `dirname` and `readlink`. It looks whether files are there where the
+script does. An error names the values that it can't compute.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from rayapp.core.errors import ConfigError
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
 """Last part of the names of modules that train with GRPO or a similar algorithm."""
+_LABELS = ("experiment_name", "project_name", "default_local_dir", "rollout_data_dir", "validation_data_dir")
+"""Keys of `trainer` that only name a run or its folders: of them and of Hydra's own, parts that can't be computed are
+left out."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Enclose the text of an expansion that can't be computed."""
 _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
@@ -29,6 +33,7 @@ _PARAMETER = re.compile(r"(#?)(\w+|[@*#?])(\[[^\]]*\])?(.*)", re.DOTALL)
 _SEPARATORS = ("&&", "||", ";;", ";", "&", "|", "\n", "(", ")")
 _FALSE_HERE = ("python3 -c import torch_npu", "python -c import torch_npu", "command -v npu-smi", "npu-smi info")
 """Commands with which scripts look for NPUs, which runs here don't use."""
+_TESTS = ("[", "[[", "test", "true", "false", ":")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -63,6 +68,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     except (IndexError, RecursionError, re.error) as error:
         raise ConfigError(f"verl script {path}: not a shell script that can be read: {error}") from error
     launches = list(dict.fromkeys(map(_launch, shell.launches)))
+    launches = [launch for launch in launches if _trains(launch)] or launches
     if len(launches) != 1:
         found = f"{len(launches)} commands start a trainer" if launches else "no `python -m verl...` command is in it"
         raise ConfigError(f"verl script {path}: {found}. Give the overrides of one command alone: --verl KEY=VALUE ...")
@@ -72,11 +78,21 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
 
 def _launch(words: tuple[str, ...]) -> Launch:
     at = words.index("-m")
-    return Launch(module=words[at + 1], arguments=words[at + 2 :])
+    return Launch(module=words[at + 1], arguments=tuple(map(_labelled, words[at + 2 :])))
+
+
+def _labelled(argument: str) -> str:
+    key = argument.partition("=")[0].lstrip("+")
+    is_label = key.startswith("hydra.") or key in {f"trainer.{label}" for label in _LABELS}
+    return _UNKNOWN.sub("", argument) if is_label else argument
+
+
+def _trains(launch: Launch) -> bool:
+    return launch.module.rpartition(".")[2] in TRAINERS
 
 
 def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> None:
-    if launch.module.rpartition(".")[2] not in TRAINERS:
+    if not _trains(launch):
         raise ConfigError(
             f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Supervised training "
             "is `rayapp sft`, generation `rayapp eval`; asynchronous runs set rayapp.train.max_staleness."
@@ -268,7 +284,7 @@ class _Shell:
                 block.runs = None if block.was_true is None else not block.was_true
             elif word == "elif":
                 block.runs = not block.was_true
-                self._simple(words[1:], self._runs())
+                self._condition(words[1:])
                 words.clear()
                 return False
             return True
@@ -278,9 +294,11 @@ class _Shell:
 
     def _open(self, word: str, words: list[str]) -> None:
         if word == "if":
-            block = _Block("if", True)
-            self._simple(words[1:], self._runs())
-            self.blocks.append(block)
+            self._condition(words[1:])
+            self.blocks.append(_Block("if", True))
+        elif word == "while":
+            self._condition(words[1:])
+            self.blocks.append(_Block(word, False if self.status is False else None))
         elif word == "case":
             subject = self.text(words[1])
             self.blocks.append(_Block("case", False, subject=subject, is_pattern=True))
@@ -290,10 +308,19 @@ class _Shell:
             self.blocks.append(_Block(word, False if word == "function" else None))
         words.clear()
 
+    def _condition(self, words: list[str]) -> None:
+        """Run the command that a branch depends on; the outcome of a program is unknown."""
+        runs, program = self._runs(), words[1:] if words[:1] == ["!"] else words
+        self._simple(words[len(words) - len(program) :], runs)
+        if program and program[0] not in _TESTS:
+            self.status = False if " ".join(map(self.text, program)) in _FALSE_HERE else None
+        if self.status is not None and program != words:
+            self.status = not self.status
+
     def _simple(self, words: list[str], runs: bool | None) -> None:
         if not words or runs is False:
             return
-        if words[0] in ("[", "[[", "test"):
+        if words[0] in _TESTS:
             self.status = self._test(words) if runs else None
             return
         self.status = True
@@ -321,12 +348,14 @@ class _Shell:
 
     def _command(self, words: list[str]) -> None:
         for at, word in enumerate(words[:-1]):
-            before = [Path(earlier).name for earlier in words[:at]]
+            before = [Path(_UNKNOWN.sub("", earlier)).name for earlier in words[:at]]
             if word == "-m" and any(name.startswith(("python", "torchrun")) for name in before):
                 self.launches.append(tuple(words[at:]))
                 return
 
     def _test(self, words: list[str]) -> bool | None:
+        if words[0] not in ("[", "[[", "test"):
+            return words[0] != "false"
         parts = [self.text(word) for word in words[1:] if word not in ("]", "]]")]
         negated = bool(parts) and parts[0] == "!"
         parts = parts[1:] if negated else parts
@@ -423,6 +452,8 @@ def _parameter(inside: str, shell: _Shell) -> Any:
     value = shell.variables.get(name)
     if name in ("0", "BASH_SOURCE"):
         value = str(shell.path)
+    elif name == "#":
+        value = "0"
     elif index:
         value = _indexed(value, index[1:-1], shell)
     elif isinstance(value, list):
@@ -481,13 +512,20 @@ def _trimmed(value: str, rest: str, shell: _Shell) -> str:
     return f"{_OPEN}${{...{rest}}}{_CLOSE}"
 
 
+_CASES = {
+    ("[:upper:]", "[:lower:]"): "lower", ("A-Z", "a-z"): "lower", ("[A-Z]", "[a-z]"): "lower",
+    ("[:lower:]", "[:upper:]"): "upper", ("a-z", "A-Z"): "upper", ("[a-z]", "[A-Z]"): "upper",
+}  # fmt: skip
+"""Arguments of `tr` that change only the case, and the method of a text that does."""
+
+
 def _captured(text: str, shell: _Shell) -> str:
     """Return the output of `$(...)` for the few programs that have no effect."""
     folder, is_true, printed = Path.cwd(), True, []
     for command in _commands(text):
         words = [part for word in command.words for part in shell.fields(word) if part != "--"]
-        if any(_OPEN in word for word in words):
-            break
+        if unknown := next((found[0] for found in map(_UNKNOWN.search, words) if found), None):
+            return unknown
         if command.after == ("||" if is_true else "&&"):
             continue
         is_true = " ".join(words) not in _FALSE_HERE
@@ -498,6 +536,8 @@ def _captured(text: str, shell: _Shell) -> str:
                 printed.append(str(folder.resolve()))
             case ["echo", *said]:
                 printed.append(" ".join(said))
+            case ["tr", old, new] if command.after == "|" and (old, new) in _CASES and printed:
+                printed[-1] = getattr(printed[-1], _CASES[old, new])()
             case ["date", form] if form.startswith("+"):
                 printed.append(time.strftime(form[1:]))
             case ["basename", name, *suffix] if len(suffix) < 2:
@@ -552,6 +592,12 @@ def _tested(parts: list[str]) -> bool | None:
             return not value
         case ["-n", value] | [value]:
             return bool(value)
+        case ["-d", name]:
+            return Path(name).is_dir()
+        case ["-f", name]:
+            return Path(name).is_file()
+        case ["-e", name]:
+            return Path(name).exists()
         case [left, "=" | "==", right]:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:

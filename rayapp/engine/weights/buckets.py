@@ -1,4 +1,4 @@
-"""Weights on the wire: a few large buffers instead of hundreds of tensors.
+"""Packs weights for sending: a few large buffers instead of hundreds of tensors.
 
 learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
 

@@ -1,8 +1,8 @@
 """Read back the weights that an engine's worker computes with, as parts of the tensors that the learners sent.
 
-vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. However
-vLLM stores it, a linear layer maps a unit vector exactly to a column of its matrix. So `held_parts` computes the
-columns that the checksum covers with the layer's own kernel, and gathers them over the ranks.
+vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. A
+linear layer maps a unit vector exactly to a column of its matrix, in whatever form vLLM stores the matrix. So
+`held_parts` computes the columns that the checksum covers with the layer's own kernel, and gathers them over the ranks.
 
 vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel.
 `held_experts` yields them before they are packed; `pack_experts` packs them, and compares the output of one expert of

@@ -1,4 +1,4 @@
-"""Weights from the learners to the servers: which transport, between which ranks, and one sync after the other.
+"""Sends weights from the learners to the servers: chooses transport and ranks, and does one sync after the other.
 
     nccl, gloo     a group: learner 0 is rank 0, server i's tensor-parallel ranks follow at 1 + i * tp
     ipc            no group: a learner shares its GPU's memory with the server's rank on that GPU
@@ -71,7 +71,7 @@ class Sent(NamedTuple):
 
 
 class Carrier(Protocol):
-    """A way for weights from the learners to the servers."""
+    """A transport of weights from the learners to the servers."""
 
     needs_all_servers: bool
     """True if a sync must wait for a server that is starting."""
@@ -108,8 +108,8 @@ class WeightSync:
         """The learners of the last sync."""
         self._is_syncing = asyncio.Lock()
         self.are_lost = False
-        """True if the weights of the last sync were on a node that is gone: only a new sync can provide weights
-        again."""
+        """True if the weights of the last sync were on a node that is gone, so that only a new sync can provide
+        weights."""
 
     async def sync(
         self,
@@ -189,7 +189,7 @@ class StoreCarrier:
         self._buckets: list[Any] = []
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
-        """Return: there is no group."""
+        """Do nothing: this transport has no group."""
 
     async def send(self, version: int, learners: WeightGiver, servers: Sequence[WeightTaker]) -> Sent:
         """See `Carrier`."""
@@ -215,8 +215,8 @@ class StoreCarrier:
         return Sent(metrics, {server.name: error for server, error in named if not isinstance(error, dict)})
 
     async def _load(self, version: int, server: WeightTaker, buckets: list[Any]) -> dict[str, Any] | RayappError:
-        """Load one server. Returns its answer or its error, so that one server's failure doesn't hide the others'
-        success."""
+        """Let one server load the buckets. Returns its answer or its error, so that one server's failure doesn't hide
+        the others' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(version, buckets)

@@ -33,7 +33,7 @@ POLL_S = 0.02
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The numbers with which a worker joins the group. vLLM makes it from a dict."""
+    """The numbers with which a worker joins the group. vLLM makes this object from a dict."""
 
     master_address: str
     master_port: int
@@ -94,8 +94,8 @@ class GlooGroup:
         """
         if self._destroyed.done():
             raise RuntimeError("the group is destroyed")
-        # gloo's own abort does not interrupt a waiting broadcast. The thread keeps a reference to the group: destroying
-        # the group here would wait too.
+        # gloo's own abort does not interrupt a waiting broadcast. The thread keeps a reference to the group, because
+        # destroying the group would wait too.
         group = self._group
         sent = in_thread(lambda: group.broadcast(tensor, src).wait(), name="weight-sync")
         wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
@@ -180,7 +180,8 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
             return engine
         wanted = {key: value for key, value in asdict(init_info).items() if key != "rank"}
         with ThreadPoolExecutor(max_workers=1) as joining:
-            # Joining blocks on both sides until the other side joins: the workers join in a thread, learner 0 here.
+            # Joining blocks on both sides until the other side joins: the workers join in a thread, learner 0 in this
+            # call.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
             engine.model_update_group = GlooGroup(
                 init_info.master_address,

@@ -41,11 +41,11 @@ class AdvantageInputs:
     rewards: FloatArray
     """(B,)"""
     num_response_tokens: NDArray[np.int64]
-    """(B,) each at least 1."""
+    """(B,) number of response tokens of each trajectory, at least 1."""
     group_index: NDArray[np.int64]
     """(B,) equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
-    """Each (B,); gdpo normalises each term separately."""
+    """Values (B,) of each reward term; gdpo normalises each term separately."""
     baselines: FloatArray | None = None
     """(B,) reward of the group's greedy trajectory, for remax."""
     kl_penalty: Tensor | None = None
@@ -65,7 +65,7 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
         (B, T) float32, 0 past a row's own tokens.
     Raises:
         ConfigError: an unknown estimator, one that needs a critic, or a gdpo term that no reward has.
-        LearnerError: a reward is not finite: a scorer's bug must not reach the optimizer.
+        LearnerError: a reward is not finite, so a scorer has a bug.
     """
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -101,7 +101,7 @@ class KlPenalty(NamedTuple):
 def kl_penalty_of(
     kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
 ) -> KlPenalty:
-    """Weigh the KL of every token (B, T), and move the coefficient on with verl's controller."""
+    """Multiply the KL of every token (B, T) by the coefficient, and update the coefficient with verl's controller."""
     import torch
     from verl.trainer.config import KLControlConfig
     from verl.trainer.ppo.core_algos import get_kl_controller
@@ -115,9 +115,11 @@ def kl_penalty_of(
 
 
 def check_estimator(name: str) -> None:
-    """Check an estimator's name. Raises ConfigError: it can't be used here."""
+    """Check an estimator's name. Raises ConfigError: the estimator is unknown, or needs a critic."""
     if name in NEEDS_CRITIC:
-        raise ConfigError(f"algorithm.adv_estimator {name!r} needs a critic, and there is none. Use one of {_names()}.")
+        raise ConfigError(
+            f"algorithm.adv_estimator {name!r} needs a critic, which rayapp doesn't have. Use one of {_names()}."
+        )
     if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
         raise ConfigError(f"algorithm.adv_estimator {name!r} is none of verl 0.9.1's: use one of {_names()}.")
 
@@ -165,7 +167,7 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
 
     if not algorithm.gdpo_reward_terms:
         return {"config": None}
-    # Only terms that every reward has: a missing term is NaN.
+    # Take only terms that every reward has: a missing term is NaN.
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
@@ -190,9 +192,9 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Return (B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a
-    group without signal would get advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines
-    accept only float32."""
+    """Return (B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 the mean would
+    differ by rounding, and a group without signal would be trained with noise: advantages of about 1e-9 / (0 + 1e-6).
+    Token baselines accept only float32."""
     import torch
 
     dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64

@@ -3,13 +3,13 @@
 `log_probs` calls `kl` a chunk of positions at a time, if the loss needs the whole distribution; the step calls
 `teacher_advantages`, if it needs the sampled tokens alone. Either KL: arXiv:2306.13649 (GKD); the reverse KL:
 arXiv:2306.08543 (MiniLLM). The log-ratio of a sampled token as its advantage, without a discount, is the form of
-Thinking Machines' "On-Policy Distillation" (2025). Nothing here reads the model.
+Thinking Machines' "On-Policy Distillation" (2025). This module doesn't use the model itself.
 
 `VerdictReader` puts the verdict on an answer before the prompt that the teacher reads. The response's tokens stay the
-same, so that the two log-probs of a token tell whether the verdict speaks against it: self-distillation with feedback,
-as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
+same, so the difference of a token's two log-probs is negative if the verdict makes the token less likely:
+self-distillation with feedback, as in arXiv:2601.20802 (SDPO), where the policy is its own teacher.
 
-`served_log_probs` asks a teacher on a vLLM server outside this run.
+`served_log_probs` requests log-probs from a teacher on a vLLM server.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, n
         return asyncio.run(_all(items, section, num_ranks))
     except RewardFailedError as error:
         raise LearnerError(
-            f"distillation.base_url: {error}. Start the server again, and then this command: the run goes on from its "
-            "last checkpoint."
+            f"distillation.base_url: {error}. Start the server again, and then this command: the run continues from "
+            "its last checkpoint."
         ) from error
 
 

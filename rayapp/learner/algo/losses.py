@@ -4,9 +4,9 @@ The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides
 `global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. geo_mean takes the mean over
 its own rows instead; `policy_loss` rescales it, so that micro-batches and ranks always add up.
 
-`coupled_gradients` serves losses whose choice of tokens depends on the whole mini-batch (clip_cov, kl_cov). Every rank
+`coupled_gradients` serves losses that depend on the whole mini-batch (clip_cov, kl_cov, normalized weights). Every rank
 computes the same loss of all rows, in the order of the step, from log-probs without gradient. It keeps
-d loss / d log-prob, which its own micro-batches then push back through the model. So the result depends on neither
+d loss / d log-prob, with which the backward of its own micro-batches starts. So the result depends on neither
 micro-batches nor ranks, random choices included.
 """
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_LEAST_MEAN = 1e-8
+"""Mean importance weight below which verl doesn't normalize."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
     """The divisors of every loss of one optimizer step: counts over all ranks and all micro-batches."""
@@ -43,6 +47,8 @@ class LossScale:
     """Number of ranks, whose gradients FSDP averages."""
     max_response_tokens: int
     """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, never the longest row of a micro-batch."""
+    mean_weight: float = 1.0
+    """Divisor of importance weights: their mean over the step, if rollout_correction.batch_normalize is on."""
 
     def for_verl(self) -> dict[str, int]:
         """Return keyword arguments of verl's `agg_loss`."""
@@ -88,6 +94,7 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
     # In bypass mode the engine's distribution is the old policy: the ratio itself corrects the difference.
     old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
     weights = correction_weights(rows.old_log_probs, rows.rollout_log_probs, rows.mask, algorithm)
+    weights = None if weights is None else weights / scale.mean_weight
     function = get_policy_loss_fn(name) if name in POLICY_LOSSES else load_plugin("losses", name)
     loss, metrics = function(
         old_log_prob=old,
@@ -132,6 +139,16 @@ def correction_weights(old: Tensor, rollout: Tensor, mask: Tensor, algorithm: Al
     return result
 
 
+def mean_weight(weights: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> float:
+    """Return the mean of importance weights (B, T): over tokens, or of sequences' weights over sequences.
+
+    1 if all weights are 0, so that it can be divided by.
+    """
+    counts = mask if algorithm.rollout_correction.level == "token" else mask / mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = float((weights * counts).sum() / counts.sum().clamp(min=1e-8))
+    return mean if mean > _LEAST_MEAN else 1.0
+
+
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
     """Return the KL to the frozen reference, aggregated like the policy loss and not multiplied by its coefficient."""
     from verl.trainer.ppo.core_algos import kl_penalty
@@ -164,6 +181,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
     correction = RolloutCorrectionConfig(
         rollout_is=None if algorithm.rollout_correction.level == "none" else algorithm.rollout_correction.level,
         rollout_is_threshold=algorithm.rollout_correction.bounds,
+        rollout_is_batch_normalize=algorithm.is_batch_coupled and algorithm.rollout_correction.batch_normalize,
         **_declared(options, RolloutCorrectionConfig),
     )
     loss = PolicyLossConfig(

@@ -25,8 +25,8 @@ from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type, un
 
 VOCABULARY = 61
 EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
-"""Gradient limits of families with their own. Gemma 4 does not scale its attention scores by the root of the width:
-they are several times as large, and so are their float32 rounding errors."""
+"""Gradient limits of families that need a larger limit. Gemma 4 does not divide its attention scores by the root of the
+width, so the scores and their float32 rounding errors are several times as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def subject_of(name: str) -> CheckedFamily:
         _check_refused(kind)
         return CheckedFamily(kind=kind, architecture=small_config(AutoConfig.from_pretrained(folder).get_text_config()))
     if name not in FAMILIES or name not in CONFIG_MAPPING:
-        raise InputError(f"{name!r} is neither a model folder nor a family we know: {', '.join(sorted(FAMILIES))}")
+        raise InputError(f"{name!r} is neither a model folder nor a known family: {', '.join(sorted(FAMILIES))}")
     _check_refused(name)
     values = TINY | {"vocab_size": VOCABULARY} | dict(FAMILIES[name].tiny)
     return CheckedFamily(kind=name, architecture=CONFIG_MAPPING[name](**values))
@@ -156,7 +156,7 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
     tokens = torch.tensor([group.trajectories[0].token_ids.tolist()[:8] for group in groups])
     with torch.no_grad():
         expected, found = (plain_model(path, config.max_model_tokens)(tokens).logits for path in (folder, final))
-    return torch.equal(expected, found), "reloads in transformers; its logits are the learner's to the last bit"
+    return torch.equal(expected, found), "loads in transformers; its logits equal the learner's to the last bit"
 
 
 def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
@@ -171,7 +171,7 @@ def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path
     after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)
     told = f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs ({dtype})"
     if errors.unseen:
-        told = f"{told}; {errors.unseen} sampled tensors are not seen in the check after a sync"
+        told = f"{told}; the check after a sync leaves out {errors.unseen} sampled tensors"
     if dtype == "bfloat16":
         rounding = " and ".join(f"{_rounding(model, groups, second.max_model_tokens):.1e}" for model in models)
         told = f"{told}; transformers' own in bfloat16 by {rounding}"

@@ -1,8 +1,8 @@
 """Attention that the standard kernels lack: flex attention on GPU, masked blocks on CPU. For `learner.attention`.
 
 On GPU torch's flex attention computes layers with sinks or a soft cap, which the varlen kernel lacks. A rule on three
-numbers of each packed token says which tokens it sees, so no N x N mask is kept. tests/gpu compares it with the CPU's
-attention; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
+numbers of each packed token determines the tokens that it attends to, so no N x N mask is stored. tests/gpu compares it
+with the CPU's attention; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
 
 On CPU masked blocks compute sliding windows and soft caps, which torch's flash kernel lacks, for each block of rows
 (queries) and columns (keys) of the packed tokens, by plain float32 matrix products. Windows are cut into small blocks.
@@ -70,7 +70,7 @@ def blocks_of(segments: Sequence[Segment], positions: Tensor, rule: MaskRule) ->
 
 
 def _masked(s: Segment, first: int, last: int, places: Sequence[int], window: int) -> Iterator[Block]:
-    """Yield blocks of rows [first, last) and the columns of a segment that any of them sees."""
+    """Yield blocks of rows [first, last) and the columns of a segment that at least one of these rows sees."""
     for start in range(first, last, MAX_ROWS):
         stop = min(start + MAX_ROWS, last)
         rows = places[start:stop]
@@ -151,7 +151,8 @@ class TreeMask:
         ends, positions, num_tokens = self.ends, self.positions, self.ends.numel()
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Segments are laid out depth first: a query sees earlier keys in whose segment's subtree it is.
+            # Segments are laid out depth first: a query sees an earlier key if the query is in the subtree of the key's
+            # segment.
             seen = (key <= query) & (query < ends[key])
             return seen if window is None else seen & (positions[query] - positions[key] < window)
 

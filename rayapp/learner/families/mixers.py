@@ -1,9 +1,9 @@
 """Mixers: layers that mix tokens by other means than attention (linear attention, short convolutions, mamba).
 
-On packed tokens they would run from one sequence into the next. So each gets every sequence in a row of its own,
-padded on the right, where causal layers can't see it. That is exact with any kernel, and with shared prefixes too: a
-token that several sequences share is computed in each of their rows, and read from the first. Call `give_borders` on
-each new model.
+On packed tokens their state would leak from one sequence into the next. So each mixer gets every sequence in a row of
+its own, padded on the right, where padding does not affect causal layers. That is exact with any kernel, and with
+shared prefixes too: a token that several sequences share is computed in each of their rows, and read from the first.
+Call `give_borders` on each new model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Borders:
 
     @property
     def are_set(self) -> bool:
-        """Whether the forward has packed rows; False for plain ones."""
+        """True if the forward has packed rows, False if its rows are plain."""
         return bool(self._segments)
 
     def begin(self, segments: tuple[Segment, ...], device: torch.device) -> None:
@@ -87,7 +87,7 @@ def give_borders(causal_lm: Any) -> bool:
 
 
 def mixers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the modules with a convolution along the sequence, as all kinds of mixers begin with one."""
+    """Return the modules with a convolution along the sequence, with which every kind of mixer begins."""
     return [module for module in causal_lm.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
 
 
@@ -120,7 +120,7 @@ def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]]
         begin += index.size
     token, where = np.concatenate(firsts, axis=1)
     place = np.empty(int(token.max()) + 1, np.int64)
-    place[token[::-1]] = where[::-1]  # reversed, as the last assignment wins: each token's first place
+    place[token[::-1]] = where[::-1]  # reversed, so that each token's first place is assigned last
     return rows, place
 
 

@@ -1,9 +1,9 @@
-"""Router replay (R3, arXiv 2510.11370): a mixture of experts is trained with the experts that the server chose.
+"""Router replay (R3, arXiv 2510.11370): trains a mixture of experts with the experts that the server chose.
 
 Where two experts score nearly equally, rounding decides which one a token goes to, and server and learner may decide
 differently, which changes the log-prob. So the server records its choice, and the learner's routers follow it. The
-weight of each chosen expert stays the learner's own, with its gradient: only the result of a router's
-`topk(scores, k)` is replaced, by the recorded experts and their scores.
+learner still computes the weight of each chosen expert, with its gradient: only the result of a router's `topk(scores,
+k)` is replaced, by the recorded experts and their scores.
 
 `check_replay` tries this on a small model of the family, and refuses families that choose experts by other means.
 """
@@ -26,7 +26,7 @@ from rayapp.learner.state.lora import ROUTERS
 EXPERTS = "routed_experts"
 """Keyword of a decoder's forward: (N, layers, k) numbers of experts, -1 for a router's own choice; None: no replay."""
 _ROUTE = "route_tokens_to_experts"
-"""Method of transformers' blocks that chooses the experts where the router does not."""
+"""Method of transformers' blocks that chooses the experts in families whose router doesn't."""
 _TOPK = (torch.topk, Tensor.topk)
 
 

@@ -134,7 +134,8 @@ def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajec
 
 
 def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
-    """Compute with transformers on padded rows. Loss: -sum(advantage x log-prob) / number of response tokens."""
+    """Compute log-probs and gradients with transformers on padded rows. Loss: -sum(advantage x log-prob) / number of
+    response tokens."""
     rows = [(t, a) for group in groups for t, a in zip(group.trajectories, _advantages(group), strict=True)]
     width = max(t.num_tokens for t, _ in rows)
     tokens, mask, attended = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
@@ -165,8 +166,9 @@ def learner_of(config: Config) -> Iterator[PolicyLearner]:
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
-    """Compute with a learner; its weights stay. Collective: every rank computes its share of the gradients."""
-    # Get the parameters first: a forward puts gathered ones in their places.
+    """Compute log-probs and gradients with a learner, whose weights stay unchanged. Collective: every rank computes its
+    share of the gradients."""
+    # Get the parameters first, because a forward replaces them by gathered ones.
     named = dict(learner.model.causal_lm.named_parameters())
     learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
     log_probs = [row for group in groups for row in log_probs_of(learner, group)]
@@ -222,8 +224,8 @@ def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores
 
 
 MAX_ENGINE_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
-"""Limits of log-prob errors, by the engine's dtype: correctly served families differ by at most 2e-5 in float32, and by
-0.12 in bfloat16 where a router's choice is close; wrong ones by 0.7 or more."""
+"""Limits of log-prob errors, by the engine's dtype. Correctly served families differ by at most 2e-5 in float32, and by
+0.12 in bfloat16 if two experts score nearly equally; wrongly served families by 0.7 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use theirs for its cache.
+"""Parks an idle learner's tensors in host memory, so that a server on the same GPU can use the GPU memory for its
+cache.
 
 The tensor objects that FSDP and the optimizer hold stay; only their storages are emptied and filled again. The learner
-actor uses it around everything that computes (`learner.offload_when_idle`).
+actor parks the tensors after each call that computes, and fetches them before the next (`learner.offload_when_idle`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class IdleMemory:
             storage.resize_(0)
 
     def fetch(self, tensors: Iterable[Tensor]) -> None:
-        """Restore the memory and content of those of these tensors that are parked.
+        """Restore the memory and content of these tensors, if they are parked.
 
         Raises:
             torch.OutOfMemoryError: there is no room; all of them stay parked.
@@ -111,6 +112,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait until copies to and from GPUs are done, as the calls only queue them."""
+    """Wait until copies to and from GPUs are done, because the calls only queue them."""
     for device in {storage.device for storage in storages if storage.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayapp.config.config import Config, with_values
-from rayapp.learner.memory.gpus import Gpu
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import Gpu, ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
 LARGEST_SHARE = 0.95
 """Largest share of a GPU to give to vLLM: other programs and fragmentation take the rest."""
 SMALL_CHUNK = 256
-"""Fewest rows of logits at once: with fewer, matrix products get slow."""
+"""Minimum number of rows of logits at once: with fewer rows, matrix products are slow."""
 
 Change = Callable[[ModelShape, Config, Gpu], Config]
 

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
+from rayapp.config.bundles import asked_servers
+from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.learner.memory.gpus import GIB, NODE_GPUS, Gpu
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and NCCL's buffers: an assumption. One H100 without NCCL took 0.8 GiB."""
@@ -35,7 +35,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes on a learner's GPU at one moment of a step, on top of those that stay between steps."""
+    """Bytes on a learner's GPU at one moment of a step, in addition to the bytes that stay between steps."""
 
     name: str
     gathered: int = 0
@@ -69,7 +69,7 @@ class LearnerPlan:
     host: int
     """Bytes that `learner.cpu_offload` keeps in host memory. Not in `total`."""
     is_parked: bool = False
-    """Weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
+    """True if weights and moments are in host memory while servers generate (`learner.offload_when_idle`)."""
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -247,9 +247,8 @@ def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
 
 
 def _teacher_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the teacher's bytes during a micro-batch of the policy, if its whole distribution counts.
-
-    Its head, the buffer of its last gathered layer, and its hidden states."""
+    """Return the teacher's bytes during a micro-batch of the policy, if the loss needs its whole distribution: its
+    head, the buffer of its last gathered layer, and its hidden states."""
     if not config.distillation.needs_logits:
         return 0
     teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -308,9 +307,8 @@ def kept_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def working_bytes(shape: ModelShape, config: Config) -> int:
-    """Return the bytes that the backward of one layer takes on top of all kept activations.
-
-    The layer's own activations, if they are computed again, and the gradients of the MLP's products.
+    """Return the bytes that the backward of one layer takes in addition to all kept activations: the layer's own
+    activations, if they are computed again, and the gradients of the MLP's products.
     """
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     again = _layer_bytes(shape, config) if config.learner.activation_checkpointing else 0
@@ -325,9 +323,9 @@ def _layer_bytes(shape: ModelShape, config: Config) -> int:
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Return the bytes that a layer of the Llama kind keeps of one token.
 
-    Two norms, and those of queries and keys if it has them: the input in float32, the normed values before the weight,
-    and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP: gate, its
-    activation, up, and their product.
+    Norms (two, and the norms of queries and keys if the layer has them): the input in float32, the normed values before
+    the weight, and the output, which the projections read. Attention: queries, keys, values, and its output. The MLP:
+    gate, its activation, up, and their product.
     """
     hidden = shape.hidden
     norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
@@ -347,7 +345,7 @@ def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def _normed_heads(shape: ModelShape) -> int:
-    """Return how many numbers a token's queries and keys have if they are normed, else 0."""
+    """Return the number of values in a token's queries and keys if they are normed, else 0."""
     return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
@@ -368,7 +366,7 @@ def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -
     if num_tokens is not None and num_tokens <= kept_rows:
         kept = element * num_tokens * shape.vocabulary
         softmax = 2 * FLOAT32 * min(rows, num_tokens) * shape.vocabulary
-        # From the second chunk on there is a float32 sum of the head's gradient.
+        # The float32 sum of the head's gradient exists from the second chunk on.
         return kept + max(softmax, element * weight) + (FLOAT32 * weight if num_tokens > rows else 0)
     logits = rows * shape.vocabulary
     kept = FLOAT32 * logits
@@ -394,7 +392,8 @@ def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
 
 
 def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
-    """Return the bytes that FSDP gathers in the compute dtype: all but the layers, and `num_layers` layers."""
+    """Return the bytes that FSDP gathers in the compute dtype: all parameters outside the layers, and `num_layers`
+    layers."""
     layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
     return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
@@ -452,7 +451,7 @@ class NodePlan:
         names = {
             "backups": "sleeping servers' weights",
             "learners": "parked by learners",
-            "staging": "checkpoint on its way",
+            "staging": "checkpoint being written",
             "processes": "processes",
             "object_store": "object store",
         }
@@ -461,7 +460,8 @@ class NodePlan:
 
 
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
-    """Plan the host memory of a node with `node_gpus` GPUs, with the most processes of each kind it can have."""
+    """Plan the host memory of a node with `node_gpus` GPUs, with the largest number of processes of each kind that a
+    node can have."""
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": config.max_learner_tokens}))
@@ -490,7 +490,7 @@ class HostPlan:
     learners: int
     """Learners at the peak of a step."""
     activations: int
-    """Part of `learners` for the largest micro-batch; few steps have one as large."""
+    """Part of `learners` for the largest micro-batch; few steps have such a micro-batch."""
     servers: int
     object_store: int
 

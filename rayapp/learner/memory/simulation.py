@@ -1,4 +1,5 @@
-"""Simulates one step of a learner of any size, without a GPU or the memory, to measure what it would allocate.
+"""Simulates one step of a learner of any size, without a GPU or its memory, to measure the bytes that it would
+allocate.
 
 `rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
 learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
@@ -33,8 +34,16 @@ from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
 from rayapp.learner.distributed import learner_mesh, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.token_budget import CpuMeter
-from rayapp.learner.optimizer import make_optimizer
-from rayapp.learner.policy import DTYPES, DeviceBatch, PolicyModel, build_causal_lm, policy_of, shard, to_device
+from rayapp.learner.policy import (
+    DTYPES,
+    DeviceBatch,
+    PolicyModel,
+    build_causal_lm,
+    make_optimizer,
+    policy_of,
+    shard,
+    to_device,
+)
 from rayapp.learner.shares import Share
 
 CPU = torch.device("cpu")
@@ -57,7 +66,7 @@ class SimulatedLearner:
     """Peak of each part of a micro-batch that is not the first of its step. Clipping and AdamW are fused and need no
     working memory."""
     host: int
-    """Part of the above that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
+    """Part of these bytes that `learner.cpu_offload` keeps in host memory; already subtracted from the peaks."""
 
     @property
     def peak(self) -> int:

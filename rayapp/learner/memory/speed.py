@@ -1,7 +1,7 @@
 """Estimates the phases of a step on GPUs before anything runs: time, utilization, and memory by owner.
 
 A roofline model with fixed shares of the maker's figures: flops over practical compute, bytes over practical memory
-bandwidth, and the larger of computing and gathering. `ASSUMPTIONS` is printed beside every number. The passes are
+bandwidth, and the longer of computing and gathering. `ASSUMPTIONS` is printed with the numbers. The passes are
 fitted to one step on an H100 (docs/results.md); the rest is not measured.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.config import Config
-from rayapp.learner.memory.gpus import NODE_GPUS, NODE_LINK_GB_S, Gpu
 from rayapp.learner.memory.plan import (
     ADAM,
     ELEMENT_BYTES,
@@ -25,7 +24,7 @@ from rayapp.learner.memory.plan import (
     layer_bytes_per_token,
     weight_bytes,
 )
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 """Shares of the maker's figures that large matrix products, flash attention, reads and writes, and NCCL reach."""
@@ -43,7 +42,7 @@ ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
     f"products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links {MEMORY_SHARE:.0%}",
     f"gathering overlaps computing; a GPU has {NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs",
-    "MFU counts each product once, recomputed ones not, over all GPUs of the phase",
+    "MFU counts each product once, without recomputation, over all GPUs of the phase",
 )
 
 
@@ -300,8 +299,7 @@ def step_timeline(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) ->
 
 def saving_row(plan: GpuPlan) -> PhaseRow:
     """Return the row of the moment when a restarted server gets its weights while the others have full caches.
-
-    Checkpoints take no more than this: they are written from host memory if the learners' state is parked there.
+    Checkpoints take no more GPU memory: if the learners' state is parked in host memory, they are written from it.
     """
     server, nothing = plan.server, Speed(seconds=0.0, flops=0.0, num_gpus=1)
     return PhaseRow(phase="save, catch up", gpu="shared", speed=nothing, learner_stays=plan.learner.giving,
@@ -310,7 +308,7 @@ def saving_row(plan: GpuPlan) -> PhaseRow:
 
 
 def _works(phase: str, plan: GpuPlan) -> int:
-    """Return the learner's bytes at this phase's peak, on top of those that stay."""
+    """Return the learner's bytes at this phase's peak, in addition to the bytes that stay between steps."""
     learner = plan.learner
     if phase == "sleep, wake":
         return 0

@@ -1,4 +1,4 @@
-"""`learner.max_tokens_per_microbatch: auto`: measures how many tokens one forward may have.
+"""Measures the number of tokens that one forward may have, for `learner.max_tokens_per_microbatch: auto`.
 
 `build_learner` calls `find_token_budget` once, after the model is loaded and before the first step. Two short forwards
 and backwards of different lengths give the bytes per token, and the free memory gives the number of tokens. Weights and
@@ -53,7 +53,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: list[int] = []
 
     def restart(self) -> None:
-        """Drop all marks and start again with one of this moment; the count of allocated bytes goes on."""
+        """Drop all marks and start again with a mark of this moment; the count of allocated bytes continues."""
         self.marks = [self.mark(())]
 
     def mark(self, tensors: Iterable[Tensor]) -> int:
@@ -145,7 +145,7 @@ class MemoryNeed:
         return int((self.fixed + num_tokens * self.per_token).max())
 
     def fits(self, room_bytes: int) -> int:
-        """Return how many tokens fit into `room_bytes`; below 1 if none do."""
+        """Return the number of tokens that fit into `room_bytes`; below 1 if no token fits."""
         return int(((room_bytes - self.fixed) / self.per_token).min())
 
 
@@ -178,7 +178,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
 
     Both runs have the same operators, at each of which the allocated bytes grow linearly with the tokens. So the two
     runs predict any number of tokens, even if the worst moment is another one. The head is added by its formula, as if
-    its peak coincided with the layers': that errs on the safe side.
+    its peak coincided with the layers' peak, so the estimate is rather too high.
 
     Raises:
         LearnerError: the runs can't be compared.
@@ -192,7 +192,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     if first.size != second.size:
         raise LearnerError(
             f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
-            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from that. Set a number."
+            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set a "
+            "number."
         )
     shape, per_token = model_shape(config), (second - first) / few
     # Frozen models score just before the update, and the weights that they gathered still take memory.

@@ -1,9 +1,9 @@
 """A learner's state on disk: torch distributed checkpoint, written by all ranks into one folder, read by any number.
 
-The driver names a temporary folder and renames it when every rank is done, so checkpoints that can be read are whole.
-A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version,
-torch's RNG, and an adaptive coefficient of the KL in the reward. Threads write it from copies in host memory while
-training goes on.
+The driver chooses a temporary folder and renames it when every rank is done, so a checkpoint under its final name is
+complete. A checkpoint holds float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the
+policy version, torch's RNG, and an adaptive coefficient of the KL in the reward. Threads write the checkpoint from
+copies in host memory while training continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FULL_BYTES = 1 << 16
 
 
 class SaveInProgress:
-    """One rank's part of a checkpoint that threads are writing, from copies, so that training goes on.
+    """Part of a checkpoint that one rank's threads are writing, from copies, while training continues.
 
     Args:
         folder: checkpoint folder, for messages.
@@ -48,7 +48,7 @@ class SaveInProgress:
         return all(future.done() for future in self._writing)
 
     def wait(self) -> None:
-        """Wait until all of it is written.
+        """Wait until this rank's part is written.
 
         Raises:
             CheckpointError: a part can't be written, for example because the disk is full.
@@ -60,8 +60,8 @@ class SaveInProgress:
             is_full = shutil.disk_usage(self._folder).free < FULL_BYTES
             reason = f"{os.strerror(errno.ENOSPC)} ({_reason(errors[0])})" if is_full else _reason(errors[0])
             raise CheckpointError(
-                f"the checkpoint in {self._folder} can't be written: {reason}. Mend this (on a full disk: "
-                "free some space) and start the same command again."
+                f"the checkpoint in {self._folder} can't be written: {reason}. Remove the cause (on a full disk: free "
+                "some space) and start the same command again."
             ) from errors[0]
 
 
@@ -115,8 +115,9 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
         load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "
-            "another model; give the model.path it was made from, or set run.resume: never with another run.name."
+            f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. The checkpoint is incomplete "
+            "or belongs to another model: set the model.path with which it was made, or set run.resume: never with "
+            "another run.name."
         ) from error
     if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
@@ -136,7 +137,7 @@ def _check_same_model(state: dict[str, Any], folder: str) -> None:
     }
     own = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     different = [
-        f"{name} is {stored.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        f"{name} is {stored.get(name, 'missing')} in the checkpoint and {own.get(name, 'missing')} in the model"
         for name in sorted(stored.keys() | own.keys())
         if stored.get(name) != own.get(name)
     ]

@@ -1,7 +1,7 @@
 """Exports the policy's weights: as bfloat16 buckets for the servers, and as Hugging Face folders.
 
 Gathering sharded weights is collective: every rank calls these functions. Rank 0 sends the buckets. All ranks write a
-folder, each its own files, so that none holds the whole model; `hf_folder` assigns tensors to files.
+folder, each its own files, so that no rank holds the whole model; `hf_folder` assigns tensors to files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks, local_part, whole
-from rayapp.learner.families.hub_names import groups_of, hub_tensors
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
+from rayapp.learner.state.pretrained import groups_of, hub_tensors
 
 
 def export_buckets(
@@ -44,13 +44,14 @@ def export_buckets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFolder:
-    """This rank's part of a Hugging Face folder, in host memory, for a thread to write while training goes on."""
+    """Part of a Hugging Face folder that this rank holds in host memory, for a thread to write while training
+    continues."""
 
     layout: HfLayout
     files: Mapping[str, dict[str, Tensor]]
     """Tensors by file and by the hub's names: parameters in bfloat16, persistent buffers in their own dtype."""
     is_first: bool
-    """This rank also writes the files that hold no weights."""
+    """True if this rank also writes the files that hold no weights."""
 
     def write(self, folder: Path) -> None:
         """Write this rank's files.
@@ -106,7 +107,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
         for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
             tensors = _gathered_file(config, model, file, is_own=rank == ranks.rank)
             mine = (file, tensors) if tensors is not None else mine
-        # A rank that can't write must go on gathering, or the others wait for it.
+        # A rank that can't write must continue gathering, or the other ranks would wait for it.
         if mine is not None and failure is None:
             try:
                 write_file(folder / mine[0].name, mine[1])

@@ -1,7 +1,7 @@
 """A Hugging Face folder of the policy: the layout of its files of weights, and its other files.
 
-A file holds whole groups of tensors: transformers makes several tensors of the hub out of one of the model (fused
-experts), or one out of several. So any process can write any file with only that file's tensors in memory.
+A file holds whole groups of tensors, because transformers makes several tensors of the hub out of one tensor of the
+model (fused experts), or one out of several. So any process can write any file with only that file's tensors in memory.
 
 `checkpoint_to_hf` writes the folder from a checkpoint that was saved without one, for `rayapp eval`. The driver calls
 it; it needs no learners and no process group, and leaves the optimizer's state on disk.
@@ -28,11 +28,10 @@ from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection
 from rayapp.core.errors import CheckpointError
 from rayapp.core.files import readable_as_its_folder
-from rayapp.learner.families.hub_names import groups_of, hub_tensors, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
-from rayapp.learner.state.pretrained import WeightFiles, read_whole, tensors_of
+from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
 
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
@@ -199,8 +198,8 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
             write_file(out / file.name, tensors)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"the weights in {learner_folder} can't be read into {config.model.path}: {error}. The checkpoint is torn, "
-            "was saved without `model` (checkpoint.save_contents), or belongs to another model."
+            f"the weights in {learner_folder} can't be read into {config.model.path}: {error}. The checkpoint is "
+            "incomplete, was saved without `model` (checkpoint.save_contents), or belongs to another model."
         ) from error
     layout.describe(out)
 
@@ -250,4 +249,4 @@ def _check_names(expected: set[str], folder: Path) -> None:
     found = {name for name in stored if name.startswith(_WEIGHTS)}
     if found != expected:
         odd = sorted(found ^ expected)
-        raise ValueError(f"it has {len(found)} tensors and the model {len(expected)}; only one of them has {odd[0]}")
+        raise ValueError(f"it has {len(found)} tensors and the model {len(expected)}; only one of the two has {odd[0]}")

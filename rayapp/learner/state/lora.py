@@ -1,4 +1,5 @@
-"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends them alone or merged in.
+"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends the adapters alone or merged into the
+weights.
 
 `load_policy` adds the adapters. `adapter_weights` yields them for servers that hold the frozen weights; `merged_weight`
 merges them into the weights, for Hugging Face folders and for servers without LoRA (`learner.lora.send: merged`).

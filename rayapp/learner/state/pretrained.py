@@ -3,13 +3,21 @@
 `load_policy` calls it on a model that is sharded and still has no values. A rank reads full tensors only where
 transformers builds one tensor of the model from several of the files (`WeightConverter`) along the rows, and then one
 at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that keep it.
+
+Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
+for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
+It defines each family's conversions. `sources_of` reads the conversions for loading, and stores those that it used on
+the model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that are
+converted together: converting group by group never holds a second model.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +27,69 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rayapp.core.errors import InputError
 from rayapp.learner.distributed import local_part
-from rayapp.learner.families.hub_names import TensorOrigin, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.lora import ADAPTER, BASE
+
+
+@dataclass(slots=True)
+class TensorOrigin:
+    """Tensors of the files from which one or more of the model's tensors are made."""
+
+    converter: Any = None
+    """A `WeightConverter` of transformers; None if the file's tensor is used unchanged, possibly under another name."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """Names in the files, by the converter's pattern that they match."""
+
+
+def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor]) -> dict[str, TensorOrigin]:
+    """Return the origins of the model's tensors, by the first tensor that each origin gives.
+
+    Tensors that the model lacks, such as layers for speculation, are left out. Follows
+    `transformers.core_model_loading`, which needs the model in one process.
+
+    Args:
+        files: names of the tensors in the files.
+        targets: the model's tensors by name.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(causal_lm)
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, sources = causal_lm.base_model_prefix, dict[str, TensorOrigin]()
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if target not in targets and name in targets:
+            target, pattern = name, None
+        if target in targets:
+            source = sources.setdefault(target, TensorOrigin(copy.deepcopy(by_pattern[pattern]) if pattern else None))
+            source.names.setdefault(pattern or name, []).append(name)
+    # `hub_tensors` reverses the conversions that were used here.
+    causal_lm._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001 - read by transformers
+    return sources
+
+
+def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return the model's names in order, in groups of tensors that are converted together."""
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    used = reversed(causal_lm._weight_conversions)  # noqa: SLF001 - of `sources_of`
+    inverted = [each.reverse_transform() for each in used if isinstance(each, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(rename_source_key(name, [], inverted)[0], []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def hub_tensors(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert whole groups of the model's tensors to the hub's names and shapes; all contiguous."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(causal_lm, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +145,8 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_pretrained(causal_lm: Any, path: str) -> None:
-    """Fill this rank's part of every parameter except adapters, and all persistent buffers.
-
-    If the files have both tensors of a tied pair, the embedding's is used, as in vLLM.
+    """Fill this rank's part of every parameter except adapters, and all persistent buffers. If the files have both
+    tensors of a tied pair, the embedding is used, as in vLLM.
 
     Args:
         causal_lm: a transformers model whose parameters are sharded (DTensors) or whole, with memory.
@@ -96,8 +163,8 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
     missing = [name for name, p in targets.items() if isinstance(p, nn.Parameter) and id(p) not in filled]
     if missing:
         raise InputError(
-            f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: it is torn, or "
-            "its config.json is of another model."
+            f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: the download is "
+            "incomplete, or config.json belongs to another model."
         )
     num_weights = sum(tensor.numel() for tensor in causal_lm.parameters())
     log.info("read %.1f million weights, of %.1f million", num_read / 1e6, num_weights / 1e6)
@@ -117,7 +184,7 @@ def read_whole(
     Args:
         causal_lm: a model on the meta device.
         sources: origins of all its tensors.
-        names: all names of a group (`hub_names.groups_of`), or tensors that are converted alone.
+        names: all names of a group (`groups_of`), or tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
     firsts = [name for name in names if name in sources]
@@ -205,6 +272,6 @@ def _shape(tensor: Any) -> Any:
 def _check_shape(name: str, found: list[int], target: Tensor) -> None:
     if found != list(target.shape):
         raise InputError(
-            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: they are of "
-            "two models."
+            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: the files "
+            "are of two models."
         )

@@ -1,4 +1,4 @@
-"""The learners' side of vLLM's weight-transfer API: sends weights to the engines directly, not through Ray.
+"""The learners' side of vLLM's weight-transfer API, which sends weights to the engines directly, not through Ray.
 
 The learner actor uses it on every rank, as gathering is collective; rank 0 sends. NCCL (split) and CUDA IPC (colocated)
 are vLLM's own backends and need GPUs: **neither has been run on one yet**. `vllm_gloo` does the same on CPU, and the
@@ -49,7 +49,8 @@ class LearnerSource:
         return [ParamMeta(name, WIRE_DTYPE, shape) for name, shape in weight_shapes(self._model)]
 
     def largest_bytes(self) -> int:
-        """Bytes of its largest tensor, mostly the embedding. A bucket must hold it: vLLM does not split tensors."""
+        """Bytes of the largest tensor, usually the embedding. A bucket must hold this tensor, because vLLM does not
+        split tensors."""
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * WIRE_DTYPE.itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,8 +68,8 @@ def gathered_in_order(
     """Yield the same tensors, each only after its gather has finished (on a GPU the call only queues it).
 
     vLLM iterates in streams of its own, and queues a broadcast to the servers behind each bucket. In these streams the
-    gathers of rank 0 would wait behind that broadcast while those of the other ranks would not: NCCL deadlocks when
-    ranks use two communicators in different orders. So all ranks gather in the default stream, and wait for it.
+    gathers of rank 0 would wait behind that broadcast, but the gathers of the other ranks would not: NCCL deadlocks
+    when ranks use two communicators in different orders. So all ranks gather in the default stream, and wait for it.
     """
     if device.type != "cuda":
         yield from tensors
@@ -157,7 +158,7 @@ class _Exchange:
 
 
 class WeightSender:
-    """One learner rank's end of the transfer group. Made once; call `send` for every sync.
+    """The transfer group's end on one learner rank. Made once; call `send` for every sync.
 
     Args:
         client: client that calls every server; only rank 0's is used.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
-    """Return vLLM's parser of that name. Raises ConfigError as `load_parser`."""
+    """Return vLLM's tool parser with this name. Raises ConfigError like `load_parser`."""
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
     given = tokenizer.of_transformers if isinstance(tokenizer, ModelTokenizer) else tokenizer
@@ -43,10 +43,11 @@ async def open_loop(
     made: Sequence[Tool] = (),
     reader: ToolCallParser | None = None,
 ) -> AgentLoop:
-    """Call `open_agent_loop` with the settings of section `agent`, and with this source of sandboxes.
+    """Return the agent loop for the settings of section `agent`, with this source of sandboxes.
 
     Args:
-        brought, made: tools in addition to the tool file's, see `open_tools`.
+        brought, made: tools besides those in the tool file; see `open_tools`.
+        reader: see `open_agent_loop`.
     """
     agent = config.agent
     limits = AgentLimits(
@@ -89,15 +90,16 @@ async def open_agent_loop(
 
     Args:
         model: name of the model, for messages.
-        tool_file: see docs/tools.md; empty: none.
-        brought, made: tools in addition to the file's.
-        reader: finds calls in turns of a policy whose prompt lists no tools; results are sent as user messages.
+        tool_file: path of a tool file (docs/tools.md); empty for none.
+        brought, made: tools besides those in the tool file; see `open_tools`.
+        reader: parser for a policy whose prompt lists no tools; then the results are sent as user messages. None makes
+            the parser named `parser`.
         parser: vLLM's name of the tool parser, or auto.
-        chat_template: a .jinja file or a shipped template's name; empty: the model's own.
-        make_parser: makes the parser; tests and benchmarks replace it.
+        chat_template: a .jinja file or the name of a shipped template; empty for the model's own.
+        make_parser: function that makes the parser; tests and benchmarks replace it.
     Raises:
-        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, or there is no
-            such parser, or it doesn't find a call that the template writes.
+        ConfigError: the tool file is wrong, an MCP server can't be used, the template ignores tools, there is no such
+            parser, or the parser doesn't find a call that the template writes.
     """
     tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
@@ -111,7 +113,7 @@ async def open_agent_loop(
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
-    """Check the template as `open_agent_loop` does, with one example tool: the real tools may need a service.
+    """Check that the template lists tools, with one example tool: the real tools may need a service.
 
     Raises:
         ConfigError: the template ignores tools.
@@ -121,7 +123,7 @@ def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFor
 
 
 def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
-    """Check the template as `check_template` does, and the parser, which takes seconds as it imports vLLM.
+    """Check the template like `check_template`, and the parser. Takes seconds, because it imports vLLM.
 
     Returns:
         The parser's name.
@@ -134,7 +136,7 @@ def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str)
 
 
 def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
-    """Return a call that the parser must find; None, with a warning, if the template writes no calls."""
+    """Return a call that the parser must find. If the template writes no calls, log a warning and return None."""
     if not chat.has_tools:
         return None
     sample = chat.sample_call()

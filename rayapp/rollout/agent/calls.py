@@ -1,8 +1,7 @@
-"""Runs one tool call, from the policy's text to the result that it reads: checked, run with a deadline, cut to length.
-Called by the loop.
+"""Runs one tool call: checks it, runs it with a deadline, and cuts the result to length. Called by the agent loop.
 
 Mistakes of the policy and failures of a tool become the call's result, with a kind that metrics count. Only failed
-infrastructure raises an exception: then the trajectory says nothing about the policy.
+infrastructure raises an exception: such a trajectory is no evidence about the policy.
 
 `read_calls` and `read_turn` run a parser in a thread beside the event loop, for the agent loop and the gateway.
 """
@@ -28,10 +27,11 @@ log = logging.getLogger(__name__)
 
 
 async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits) -> CallRecord:
-    """Run one call, or refuse it.
+    """Run one call, or refuse it. Returns the record of the call with its result.
 
     Raises:
-        ToolUnavailableError, SandboxError, InputError: infrastructure failed, or the data row lacks what a tool needs.
+        ToolUnavailableError, SandboxError: infrastructure failed.
+        InputError: the data row lacks a field that the tool needs.
     """
     started_at_s, started = time.time(), time.perf_counter()
     record = CallRecord(name=call.name, arguments=call.arguments, output="", started_at_s=started_at_s)
@@ -44,7 +44,7 @@ async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits:
 
 
 def too_many(call: RawCall, limits: AgentLimits) -> CallRecord:
-    """Return the record of a call beyond the limit of one turn."""
+    """Return the record of a call that is not run because the turn has too many calls."""
     text = f"Error: only the first {limits.max_calls_per_turn} calls of a turn are run"
     return CallRecord(name=call.name, arguments=call.arguments, output=text, failure="too_many_calls")
 
@@ -93,12 +93,12 @@ def _usable(output: ToolOutput) -> ToolOutput:
 
 
 PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
-"""Thread for parsers, which take up to a second for a policy's text. Their regular expressions release the
-interpreter's lock, so other trajectories continue. One thread only, because parsers keep state."""
+"""Thread that runs parsers, which take up to a second for a policy's text. Their regular expressions release the
+interpreter's lock, so other trajectories continue. There is only one thread, because parsers keep state."""
 
 
 async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
-    """Return the calls in the part of a turn where they count, after the thoughts.
+    """Return the calls in a turn's text after its thoughts: calls in the thoughts don't count.
 
     Args:
         who: name of the request, for the log.
@@ -111,7 +111,7 @@ async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCa
 
 
 async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[RawCall, ...], str]:
-    """Return the calls as `read_calls` does, and the text outside them."""
+    """Return the calls like `read_calls`, and the text outside them."""
 
     def read() -> tuple[tuple[RawCall, ...], str]:
         calls = parser.parse(text)
@@ -119,7 +119,7 @@ async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[
 
     try:
         calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
-    except Exception as error:  # boundary: as in read_calls
+    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
         return (_failed(error, who),), text
     return _at_most(calls), words
 

@@ -1,11 +1,11 @@
 """The model's chat template as token ids: the prompt with its tools, and the tokens after a sampled turn.
 
     prompt_ids(messages, tools)                    rendered once per trajectory
-    suffix_ids(sampled ids, tool messages)         end of the turn, tool results, opening of the next turn
+    suffix_ids(sampled ids, tool messages)         end of the turn, tool results, generation prompt of the next turn
 
-Called by the agent loop. Sampled tokens are never rendered again: the suffix is the template's text after a placeholder
-for the assistant's message, so turn n+1's prompt is turn n's prompt + sampled ids + suffix, id by id. Some templates
-(Mistral, gpt-oss) write tool results only after calls: for them the placeholder consists of calls.
+Called by the agent loop. Sampled tokens are never rendered again. The suffix is the text that the template writes after
+a placeholder for the assistant's message, so the prompt of turn n + 1 is exactly the prompt of turn n + sampled ids +
+suffix. Some templates (Mistral, gpt-oss) write tool results only after calls: for them the placeholder has calls.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
-"""Most frames to keep; most messages, and most characters of names, of a frame: agents determine all of these."""
+"""Maximum number of frames in the cache; maximum messages of a frame; maximum characters of its names and ids. An agent
+could make all of them arbitrarily large."""
 _FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that multi-turn rollouts use."""
+    """Interface of a Hugging Face tokenizer, as far as multi-turn rollouts use it."""
 
     @property
     def all_special_tokens(self) -> list[str]: ...
@@ -51,16 +52,16 @@ class ChatTokenizer(Protocol):
 
 
 class ChatFormat:
-    """See the module.
+    """Chat template of a model with one set of tools, rendered to token ids.
 
     Args:
         tokenizer: tokenizer of the model.
         tools: all tools that the policy may call.
-        template: Jinja text that replaces the tokenizer's own template; empty: that one.
+        template: Jinja text that replaces the tokenizer's own template; empty for the tokenizer's own.
         name: name of the model, for messages.
         variables: variables of the template, besides the tokenizer's own.
     Raises:
-        ConfigError: there is no template, or it ignores tools or their results.
+        ConfigError: there is no template, or the template ignores tools or their results.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ChatFormat:
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
         self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
-        """Frames by roles, names and call ids: see `frame`."""
+        """(roles, names and call ids of messages) -> frame of the messages; see `text.frame`."""
         if tools:
             self._check_tools()
 
@@ -104,11 +105,11 @@ class ChatFormat:
         return bool(self._schemas)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the conversation so far, the tools, and the opening of the policy's turn."""
+        """Return the ids of the tools, the conversation so far, and the generation prompt of the policy's turn."""
         return self._encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return the text of `prompt_ids`.
+        """Return the text that `prompt_ids` encodes.
 
         Raises:
             ConfigError: the template refuses these messages.
@@ -137,31 +138,31 @@ class ChatFormat:
     def suffix_ids(
         self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
     ) -> list[int]:
-        """Return `continuation_ids` for the results of tools.
+        """Return the tokens between a sampled turn and the next one, for results of tools.
 
         Args:
             tool_texts: results in the order of the calls.
-            tool_names: names of the tools; some templates write them.
+            tool_names: names of the called tools; some templates write them.
         """
         return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
 
     def continuation_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a sampled turn and the next: never sampled, so never trained on.
+        """Return the tokens between a sampled turn and the next one. They are not sampled, so they are not trained on.
 
         Args:
-            sampled_ids: ids of the turn; if it holds part of the turn's end already, that part is not repeated.
-            messages: messages of tools and users, none of the assistant. The model's control tokens in them are broken
-                up.
+            sampled_ids: ids of the turn. If they already have part of the turn's end, this part is not repeated.
+            messages: messages of tools and users, none of the assistant. Control tokens of the model in these messages
+                are broken up.
         """
         ids = self._encode(self._written([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
-            # Llama ends a turn with calls by <|eom_id|>: <|eot_id|> would be a second end.
+            # Llama ends a turn with calls by <|eom_id|>; the template's <|eot_id|> would end the turn twice.
             repeated = 1
         return ids[repeated:]
 
     def harmless(self, data: Any) -> Any:
-        """Return a message, or other JSON data, with the model's control tokens in all its texts broken up."""
+        """Return a message, or other JSON data, in which the model's control tokens are broken up in every string."""
         if isinstance(data, str):
             return self._neutralize(data)
         if isinstance(data, Mapping):
@@ -169,8 +170,7 @@ class ChatFormat:
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
     def sample_call(self) -> SampleCall | None:
-        """Return a call of one of the tools as the template writes it in an assistant's message; None if it writes no
-        calls."""
+        """Return a call of one of the tools in the form that the template writes; None if it writes no calls."""
         tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
         arguments = _sample_arguments(tool)
         texts = [
@@ -191,8 +191,8 @@ class ChatFormat:
         except ConfigError:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
-        # The generation prompt and the finished turn may differ: the prompt may open a thought that a finished turn
-        # lacks.
+        # The generation prompt may differ from the beginning of a finished turn: it may open a thought that the
+        # finished turn lacks.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
         return self.turn_text(told_ids[len(list(shared)) :])
 
@@ -200,12 +200,12 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the turn ends with a special token other than the template's. An engine stops only at tokens
-        that end a turn."""
+        """Return True if the turn ends with a special token, but not the one that the template writes. (An engine stops
+        only at tokens that end a turn.)"""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def _written(self, messages: Sequence[Message]) -> str:
-        """Return the rendered text of `_after_turn`, from a kept frame if there is one."""
+        """Return the rendered text of `_after_turn`, from a cached frame if there is one."""
         if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
@@ -233,8 +233,8 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render without the tools, which templates put before the first message: they are long, and callers cut them
-        off."""
+        """Render without the tools. Templates write them before the first message, they are long, and the callers need
+        only later text."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -246,39 +246,44 @@ class ChatFormat:
     def _end_of_turn(self) -> str:
         text = self.render([_QUESTION, _ANSWER], add_generation_prompt=False)
         if _STAND_IN not in text:
-            raise ConfigError(f"the chat template of {self._name} does not write out what the assistant said")
+            raise ConfigError(
+                f"the chat template of {self._name} does not write the content of assistant messages: name another "
+                "template in agent.chat_template"
+            )
         return text.rpartition(_STAND_IN)[2]
 
     def _check_tools(self) -> None:
         cure = (
-            "Choose a model whose template has tools (e.g. Qwen2.5-Instruct), or name a template that has: a .jinja "
-            "file, or the shipped chatml_hermes for models that speak ChatML"
+            "Choose a model whose template writes tools (e.g. Qwen2.5-Instruct), or name such a template in "
+            "agent.chat_template: a .jinja file, or the shipped chatml_hermes for models with ChatML"
         )
         prompt = self.render([_QUESTION])
         if missing := [tool.name for tool in self._schemas if tool.name not in prompt]:
             raise ConfigError(
-                f"the chat template of {self._name} has no place for tools: it leaves out {', '.join(missing)}. {cure}."
+                f"the chat template of {self._name} does not write the tools {', '.join(missing)}. {cure}."
             )
         try:
             rest = self._choose_form()
-        except Exception as error:  # boundary: as in render
+        except Exception as error:  # boundary: a template is a program that may raise anything
             raise ConfigError(
                 f"the chat template of {self._name} can't write tool results: {type(error).__name__}: {error}. {cure}."
             ) from error
         if not self._is_whole(rest):
-            raise ConfigError(f"the chat template of {self._name} leaves out the results of tools. {cure}.")
+            raise ConfigError(f"the chat template of {self._name} does not write the results of tools. {cure}.")
         head, between, end = re.split("|".join(_RESULTS), rest, maxsplit=2)
         self._head_ids = self._encode(head)
         written = [head, between, end, *self._plain([_QUESTION]).split(_QUESTION["content"])]
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return what the template writes for two results after a turn: a turn of text, or, if that fails, of calls."""
+        """Return the template's text for two tool results after a turn: a turn of text or, if that fails, of calls."""
         try:
             rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):
                 return rest
-        except Exception:  # boundary: as in render; if both forms fail, the other form's error is raised
+        except (
+            Exception
+        ):  # boundary: a template may raise anything; if both forms fail, the second one's error is raised
             rest = ""
         self._needs_calls = True
         return self._after_turn(_results(_RESULTS))
@@ -301,12 +306,13 @@ def load_template(name_or_path: str) -> str:
         return Path(name_or_path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"chat template {name_or_path!r}: {error.strerror}. Give a .jinja file or one of: {', '.join(shipped)}"
+            f"chat template {name_or_path!r} can't be read: {error.strerror}. Name a .jinja file or one of: "
+            f"{', '.join(shipped)}"
         ) from error
 
 
 def _overlap(head: Sequence[int], tail: Sequence[int]) -> int:
-    """Return the length of the longest end of `head` that `tail` begins with."""
+    """Return the length of the longest sequence that ends `head` and begins `tail`."""
     for length in range(min(len(head), len(tail)), 0, -1):
         if list(head[len(head) - length :]) == list(tail[:length]):
             return length
@@ -319,14 +325,14 @@ def _added(tokenizer: ChatTokenizer) -> Mapping[int, Any]:
 
 
 def special_ids(tokenizer: ChatTokenizer) -> set[int]:
-    """Return the ids of all special tokens: those with a role, such as eos, and added ones marked special."""
+    """Return the ids of all special tokens: tokens with a role, such as eos, and added tokens marked as special."""
     marked = (token_id for token_id, token in _added(tokenizer).items() if getattr(token, "special", False))
     return {*tokenizer.all_special_ids, *marked}
 
 
 def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
-    """Return control tokens as text, also those not marked special, such as DeepSeek's <｜User｜>. Words and blanks are
-    left out."""
+    """Return the texts of all control tokens, including tokens not marked as special, such as DeepSeek's <｜User｜>.
+    Added tokens that are words or blanks are left out."""
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
@@ -337,12 +343,12 @@ def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
 
 
 def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
-    """Return the messages with other contents."""
+    """Return the messages with these texts as contents."""
     return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def _call_id(index: int) -> str:
-    """Return an id of nine letters and digits, as Mistral's templates require."""
+    """Return a call id of nine letters and digits: Mistral's templates require this form."""
     return f"call{index:05d}"
 
 
@@ -351,7 +357,7 @@ def _call(name: str, arguments: object, index: int = 0) -> Message:
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
-    """Return example arguments for the tool's texts and integers, which every call format can write."""
+    """Return example arguments for the tool's strings and integers: every call format can write these types."""
     samples: Mapping[object, object] = {"string": "some text", "integer": 3}
     properties = tool.parameters.get("properties") or {}
     return {

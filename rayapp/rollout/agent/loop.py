@@ -1,11 +1,11 @@
-"""The agent loop: the policy samples a turn, its tools answer, until a turn has no calls. Called by rollout workers.
+"""The agent loop: the policy samples a turn, its tool calls run, until a turn has no calls. Called by rollout workers.
 
     prompt ids -> generate -> sampled ids -> tool calls? -- no --> answered
                      ^                          | yes, side by side
                      '--- suffix ids (results) <'
 
-Token in, token out: the engine reads exactly what it sampled before, plus what the template adds. Mistakes of the
-policy and failures of a tool become text for the policy; failed infrastructure ends the play as failed.
+Token in, token out: the engine reads exactly the tokens that it sampled before, and the tokens that the template adds.
+Mistakes of the policy and failures of a tool become text for the policy; if infrastructure fails, the trajectory fails.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rayapp.tools.toolset import ToolSet, ToolStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """Template, parser, tools and limits, shared by all plays of a process."""
+    """Plays prompts with a chat template, parser, tools and limits. All trajectories of a process share it."""
 
     chat: ChatFormat
     parser: ToolCallParser
     tools: ToolSet
     limits: AgentLimits
     is_talk: bool = False
-    """Send results as a user's messages: the policy's prompt lists no tools."""
+    """True if results are sent as a user's messages, because the policy's prompt lists no tools."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        """Play the prompt once. Only its tools have deadlines: the caller limits the time of the play.
+        """Play the prompt once. Only tool calls have deadlines: the caller limits the trajectory's time.
 
         Args:
-            sampling: sampling of every turn; `max_tokens` is lowered to the rest of the limit.
+            sampling: sampling settings of every turn; `max_tokens` is lowered to the number of tokens left.
             request_id: id of the trajectory; turns are numbered from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
@@ -72,7 +72,7 @@ class AgentLoop:
 
 @dataclass(slots=True, kw_only=True)
 class _Play:
-    """State of one play."""
+    """State of one trajectory while it is played."""
 
     loop: AgentLoop
     engine: RolloutEngine
@@ -103,7 +103,7 @@ class _Play:
                 return RolloutStatus.MAX_TURNS
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
-                # Results that leave no room to answer are not appended: the policy could not learn from them.
+                # Don't append results that leave no room for another turn: the policy could not learn from them.
                 return RolloutStatus.TRUNCATED
             self.recorder.add_read(suffix)
 

@@ -1,7 +1,7 @@
-"""Cuts tool output to a length, and makes it harmless for the chat template. Pure; called by the agent loop.
+"""Cuts tool output to a length, and makes it harmless for the chat template. Pure functions, called by the agent loop.
 
-If a template copies messages without inspecting them, its own text around them (the frame) is rendered once for the
-same roles and tools and reused: rendering takes longer than the rest of a turn.
+If a template copies messages without inspecting them, its own text around the messages (the frame) is rendered once for
+the same roles and tools, and reused: rendering takes longer than all other work of a turn.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ CutSide = Literal["left", "middle", "right"]
 
 
 def cut(text: str, max_chars: int, side: CutSide) -> str:
-    """Return at most `max_chars` characters of a text, with a mark where the rest was.
+    """Return a text, cut to about `max_chars` characters with a mark in place of the removed part.
 
     Args:
-        side: the part to keep, by verl's names: `left` keeps the beginning, `right` the end, `middle` both.
+        side: part to keep, by verl's names: `left` keeps the beginning, `right` the end, `middle` both.
     """
     if len(text) <= max_chars:
         return text
@@ -32,8 +32,8 @@ def cut(text: str, max_chars: int, side: CutSide) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text that UTF-8 and tokenizers can hold: half of a surrogate pair, which JSON can contain, is
-    escaped."""
+    """Return the text with each half of a surrogate pair escaped. JSON can contain such halves; UTF-8 and tokenizers
+    can't."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -41,7 +41,7 @@ _MARK = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|^[^\w\n]*\w[\w ]{0,30}:[ \t]*
 
 
 def marks(parts: Iterable[str]) -> set[str]:
-    """Return the control texts in what a chat template writes between messages: those that mark a role or end a turn.
+    """Return the control texts that a chat template writes between messages, to mark a role or to end a turn.
 
     Example: ["</s>[INST] ", "\\n### Response:\\n"] -> {"</s>", "[INST]", "### Response:"}.
     """
@@ -51,7 +51,7 @@ def marks(parts: Iterable[str]) -> set[str]:
 class Neutralizer:
     """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another one.
 
-    Takes linear time: a regex of all tokens does not, as some tokenizers have thousands of tokens with the same
+    It takes linear time. A regex of all tokens would not: some tokenizers have thousands of tokens with the same
     beginning.
 
     Args:
@@ -65,7 +65,7 @@ class Neutralizer:
         self._begin = re.compile("(?=" + "|".join(begins) + ")") if begins else None
 
     def __call__(self, text: str) -> str:
-        # Repeat while something changes: breaking one token may have completed another.
+        # Repeat while something changes: breaking up one token may complete another.
         while (broken := self._broken(text)) != text:
             text = broken
         return text
@@ -82,11 +82,11 @@ class Neutralizer:
 
 
 _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
-"""Texts that a template might change: trim, escape, or write as JSON. @ is replaced by a unique text."""
+"""Test contents for messages: a template might trim, escape, or parse them. @ is replaced by a unique text."""
 
 
 class LookedIntoError(Exception):
-    """The template compared, measured, searched or changed a text."""
+    """The template compared, measured, searched or changed a sealed text."""
 
 
 def _refuse(*args: object, **options: object) -> NoReturn:
@@ -94,7 +94,7 @@ def _refuse(*args: object, **options: object) -> NoReturn:
 
 
 class Sealed(str):
-    """A text that may be written but not inspected: all its methods raise LookedIntoError."""
+    """String that a template may write but not inspect: all its methods raise LookedIntoError."""
 
     __slots__ = ()
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -106,10 +106,13 @@ class Sealed(str):
 
 
 def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...] | None:
-    """Return the template's texts before, between and after `number` texts, as `write` renders them.
+    """Return the template's own texts before, between and after the contents of `number` messages.
+
+    Args:
+        write: function that renders messages with the given contents.
 
     Returns:
-        `number + 1` texts; None if `write` inspects the texts or changes them.
+        `number + 1` texts; None if `write` inspects the contents or changes them.
     """
     marks = [f"text-number-{i}-" for i in range(number)]
     try:
@@ -125,5 +128,5 @@ def frame(write: Callable[[Sequence[str]], str], number: int) -> tuple[str, ...]
 
 
 def join(around: Sequence[str], texts: Sequence[str]) -> str:
-    """Return the texts within their frame."""
+    """Return one text: the texts of a frame (`around`) with `texts` between them."""
     return "".join([*around[:1], *map(add, texts, around[1:])])

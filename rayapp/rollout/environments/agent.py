@@ -1,14 +1,14 @@
-"""Players of environments' rows, and the environments' rewards. One player per source.
+"""Agents that play rows of environments, and the environments' rewards. One agent per source.
 
-    trl, openenv    a scene for each trajectory, reset -> the agent loop, whose tools are the scene's -> its reward
-    verifiers       a process that plays the row against the gateway, as an external agent, and sends the reward
+    trl, openenv    one episode per trajectory: reset -> the agent loop with the episode's tools -> its reward
+    verifiers       a process that plays the row through the gateway, as an external agent, and sends the reward
 
 If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `run_group`.
 
-A scene is one trajectory's instance of an environment: it is reset once, tools change it, and it gives the reward at
-the end.
+An episode is one trajectory's instance of an environment: it is reset once, tools change it, and at the end it returns
+the reward.
 
-Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call, …;  reward
+Episodes (one per source)  --episode()-->  Episode: reset -> observation;  call, call, …;  reward
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rayapp.core.types import AgentStart, Prompt, RequestId, Reward, RolloutStat
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.text import readable
-from rayapp.rollout.environments.openenv import OpenEnvStage
-from rayapp.rollout.environments.trl import TrlStage
+from rayapp.rollout.environments.openenv import OpenEnvEpisodes
+from rayapp.rollout.environments.trl import TrlEpisodes
 from rayapp.rollout.external_agent import ExternalAgent
 from rayapp.rollout.external_program import AgentCall
 from rayapp.rollout.gateway.formats import Formats
@@ -48,15 +48,16 @@ from rayapp.tasks.environments.verifiers import VerifiersProcess
 from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
 
 
-class Scene(Protocol):
-    """One trajectory's environment. Raises ToolFailedError for mistakes of the policy.
+class Episode(Protocol):
+    """One trajectory's instance of an environment.
 
     Raises, from any method:
+        ToolFailedError: the policy made a mistake; it reads the message.
         ToolUnavailableError: the environment is lost.
     """
 
     async def reset(self, columns: Columns) -> str:
-        """Return the environment's first message, appended to the prompt; may be empty."""
+        """Begin the episode. Returns the environment's first message, which is appended to the prompt; maybe empty."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
@@ -64,25 +65,25 @@ class Scene(Protocol):
     async def reward(self, task: EnvironmentTask, played: Trajectory) -> float: ...
 
 
-class Stage(Protocol):
-    """Makes scenes."""
+class Episodes(Protocol):
+    """Makes the episodes of one environment."""
 
     async def open(self) -> Sequence[ToolSchema]:
-        """Return the policy's tools, the same for all trajectories.
+        """Return the policy's tools, which are the same for all trajectories.
 
         Raises:
             ConfigError: the environment can't be used.
         """
         ...
 
-    def scene(self) -> AbstractAsyncContextManager[Scene]:
-        """Return a new scene. Raises ToolUnavailableError: none is available."""
+    def episode(self) -> AbstractAsyncContextManager[Episode]:
+        """Return a context manager with a new episode. Raises ToolUnavailableError: the environment can't make one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTurn:
-    """Reads a whole turn as the only argument of one tool call. See `ToolCallParser`."""
+    """Tool call parser that reads each whole turn as the only argument of one call; see `ToolCallParser`."""
 
     tool: str
     argument: str
@@ -98,45 +99,45 @@ class WholeTurn:
         return ""
 
 
-class SceneTool(ToolBase):
-    """One tool of a scene. Its state is the trajectory's scene.
+class EpisodeTool(ToolBase):
+    """One tool of an environment. Its state is the trajectory's episode.
 
     Args:
-        timeout_s: the loop's deadline; the scene's own deadline comes first.
+        timeout_s: deadline of a call, enforced by the agent loop; the episode's own deadline is shorter.
     """
 
-    ends_episode = True  # its effect in the last turn counts, too
+    ends_episode = True  # so that a call in the last turn runs too: it may change the reward
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
         self.timeout_s = timeout_s
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
-        return kwargs["scene"]
+        return kwargs["episode"]
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        scene: Scene = state
-        return await scene.call(self.schema.name, arguments)
+        episode: Episode = state
+        return await episode.call(self.schema.name, arguments)
 
 
 log = logging.getLogger(__name__)
 VERDICT = "environment"
-"""Name of the environment's verdict, among `Trajectory.tool_rewards`."""
+"""Key of the environment's reward in `Trajectory.tool_rewards`."""
 OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
-"""Function that makes a loop from an environment's tools and, if turns are no calls, their reader."""
+"""Function that makes a loop from an environment's tools and, if the policy doesn't write tool calls, a parser."""
 
 
-class ScenePlayer:
-    """Plays rows with the agent loop."""
+class EpisodePlayer:
+    """Agent that plays an environment's rows with the agent loop."""
 
-    def __init__(self, stage: Stage, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
-        self._stage, self._loop, self._max_prompt_tokens = stage, loop, max_prompt_tokens
+    def __init__(self, episodes: Episodes, loop: AgentLoop, *, max_prompt_tokens: int) -> None:
+        self._episodes, self._loop, self._max_prompt_tokens = episodes, loop, max_prompt_tokens
         self._tools = [
-            schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), SceneTool)
+            schema.name for schema in loop.tools.schemas if isinstance(loop.tools.get(schema.name), EpisodeTool)
         ]
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the prompt, without token ids: the environment's first message is still to be appended."""
+        """Return the prompt without token ids: `play` appends the environment's first message to it."""
         messages = problem.start.messages
         return replace(problem.prompt, text=self._loop.chat.render(messages), messages=messages)
 
@@ -146,17 +147,17 @@ class ScenePlayer:
         task = row_of(problem)
         played = Recorder(self._loop.chat.prompt_ids(task.messages)).trajectory()
         try:
-            async with self._stage.scene() as scene:
-                observation = await scene.reset(task.columns)
+            async with self._episodes.episode() as episode:
+                observation = await episode.reset(task.columns)
                 prompt = AgentPrompt(
                     token_ids=self._prompt_ids(task, observation),
-                    tools_kwargs={name: {"create_kwargs": {"scene": scene}} for name in self._tools},
-                    first_turn=1,  # turn 0 took the trajectory's place in its cohort
+                    tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
+                    first_turn=1,  # turn 0 is the request that the cohort got for this trajectory (`_CohortPlace.fill`)
                 )
                 played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if played.status.is_error:
                     return played
-                verdict = await scene.reward(task, played)
+                verdict = await episode.reward(task, played)
         except ToolUnavailableError as error:
             return _failed(played, RolloutStatus.ERROR_TOOL, error)
         except InputError as error:
@@ -164,13 +165,13 @@ class ScenePlayer:
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
-        # Text of an environment is as untrusted as a tool's result.
+        # An environment's text is as untrusted as a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
             raise InputError(
-                f"row {task.index}: the prompt and what the environment says first have {len(ids)} tokens, "
-                f"rollout.max_prompt_tokens is {self._max_prompt_tokens}"
+                f"row {task.index}: the prompt with the environment's first message has {len(ids)} tokens, and "
+                f"rollout.max_prompt_tokens is {self._max_prompt_tokens}: raise it"
             )
         return tuple(ids)
 
@@ -179,7 +180,7 @@ class ScenePlayer:
 
 
 class VerifiersPlayer:
-    """Plays rows in the environment's own process, through the gateway."""
+    """Agent that lets the environment's own process play its rows, through the gateway."""
 
     def __init__(self, environment: VerifiersEnvironment, agent: ExternalAgent) -> None:
         self._process, self._agent = VerifiersProcess(environment), agent
@@ -206,12 +207,13 @@ class VerifiersPlayer:
 
 
 class EnvironmentAgents:
-    """See the module. `close` it.
+    """Agent for all environments of a source, opened at their first row. `close` it at the end.
 
     Args:
         config: config of the source.
         make_loop: see `OpenLoop`.
-        make_agent: makes the gateway for an environment that needs one, given a trajectory's time limit in seconds.
+        make_agent: function that makes the external agent for an environment that needs the gateway, given a
+            trajectory's time limit in seconds.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class EnvironmentAgents:
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
-        """Make it with the run's settings and tool file."""
+        """Return the agent for the run's settings and tool file."""
 
         async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
             return await open_loop(config, sandboxes, made=tools, reader=reader)
@@ -236,11 +238,11 @@ class EnvironmentAgents:
         return cls(config, make_loop, make_agent)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """See `Agent.prompt`. Raises UserError: the environment can't be used."""
+        """Return the prompt of a row; see `Agent.prompt`. Raises UserError: the environment can't be used."""
         return await (await self._player(row_of(problem).environment)).prompt(problem)
 
     async def play(self, problem: Problem, **asked: Any) -> Trajectory:
-        """Play a row of an environment for which `prompt` was called."""
+        """Play a row. Its `prompt` must have been called: it opens the environment."""
         return await self._players[id(row_of(problem).environment)].play(problem, **asked)
 
     async def close(self) -> None:
@@ -256,44 +258,44 @@ class EnvironmentAgents:
     async def _opened(self, environment: AnyEnvironment) -> Agent:
         if isinstance(environment, VerifiersEnvironment):
             return VerifiersPlayer(environment, await self._make_agent(environment.timeout_s))
-        stage = await asyncio.to_thread(stage_of, environment)
-        # Calls wait for each other, and the environment's own deadlines come first.
+        episodes = await asyncio.to_thread(episodes_of, environment)
+        # Allow for all calls of a turn: they run one after the other, each with the environment's own deadline.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
-        tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
+        tools = [EpisodeTool(schema, timeout_s=timeout_s) for schema in await episodes.open()]
         field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
         if field and self._config.agent.tool_file:
             raise ConfigError(
-                f"task {environment.name}: with text_field every turn is an action: it can't call the tools of "
-                f"agent.tool_file {self._config.agent.tool_file}. Leave one of them out"
+                f"task {environment.name}: with text_field every turn is an action, so that the policy can't call the "
+                f"tools of agent.tool_file {self._config.agent.tool_file}. Leave out text_field or agent.tool_file"
             )
         reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
         loop = await self._make_loop(tools, reader)
-        return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
+        return EpisodePlayer(episodes, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
 
 
 def row_of(problem: Problem) -> EnvironmentTask:
     """Return the environment's row for this problem."""
-    assert isinstance(problem.task, EnvironmentTask), "plays_environments has looked"
+    assert isinstance(problem.task, EnvironmentTask), "plays_environments has checked it"
     return problem.task
 
 
 def problem_of_environment(task: EnvironmentTask) -> Problem:
-    """Return the problem of a row, which the environment scores itself."""
-    opening = AgentStart(messages=task.messages)
-    return Problem(prompt=bare_prompt(task.name), truth=environment_truth, task=task, opening=opening)
+    """Return the problem of a row; the environment itself scores its trajectories."""
+    start = AgentStart(messages=task.messages)
+    return Problem(prompt=bare_prompt(task.name), score=score_by_environment, task=task, agent_start=start)
 
 
-async def environment_truth(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
-    """Return the environment's own reward; an invalid one if it gave none."""
+async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: SandboxSource, seed: int) -> Reward:
+    """Return the environment's own reward; an invalid reward if there is none."""
     value = played.tool_rewards.get(VERDICT)
     if value is None:
-        return Reward.invalid("no_verdict", f"the environment gave none: {played.status}")
+        return Reward.invalid("no_verdict", f"the environment gave no reward: {played.status}")
     return Reward(value=value, terms={"solved": float(value >= 1.0)})
 
 
-def stage_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Stage:
-    """Return the stage of an environment. Raises ConfigError: its class can't be found."""
-    return TrlStage(environment) if isinstance(environment, TrlEnvironment) else OpenEnvStage(environment)
+def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
+    """Return the maker of an environment's episodes. Raises ConfigError: the environment's class can't be found."""
+    return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
 def plays_environments(tasks: Sequence[Task]) -> bool:
@@ -305,14 +307,14 @@ def plays_environments(tasks: Sequence[Task]) -> bool:
     names = {isinstance(task, EnvironmentTask): task.name for task in tasks}
     if len(names) > 1:
         raise InputError(
-            f"{names[True]} is an environment and {names[False]} is none: they are played in different ways. Give each "
-            "a source of its own (docs/tasks.md#mix-sources)"
+            f"{names[True]} is an environment and {names[False]} is not: a source can't play both. Give each its own "
+            "source (docs/tasks.md#mix-sources)"
         )
     return True in names
 
 
 def check_environments(tasks: Sequence[Task]) -> None:
-    """Check that each environment answers, before anything starts. Verifiers' environments have answered: they listed
+    """Check that each environment answers, before a run starts. Environments of verifiers answered when they listed
     their rows.
 
     Raises:
@@ -324,19 +326,19 @@ def check_environments(tasks: Sequence[Task]) -> None:
         for environment in found.values():
             if isinstance(environment, VerifiersEnvironment):
                 continue
-            stage = stage_of(environment)
-            await stage.open()
-            if isinstance(stage, OpenEnvStage) and await stage.holds_one_session():
+            episodes = episodes_of(environment)
+            await episodes.open()
+            if isinstance(episodes, OpenEnvEpisodes) and await episodes.holds_one_session():
                 log.warning(
-                    "task %s: the OpenEnv server %s holds one session at once: trajectories wait for each other "
-                    "(raise max_concurrent_envs in its create_app)", environment.name, stage.environment.url,
+                    "task %s: the OpenEnv server %s serves one session at a time, so trajectories wait for each other: "
+                    "raise max_concurrent_envs in its create_app", environment.name, episodes.environment.url,
                 )  # fmt: skip
 
     asyncio.run(check())
 
 
 def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Return the messages with the environment's first message appended to the last one, as in TRL."""
+    """Return the messages with the environment's first message appended to the last message, like in TRL."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 

@@ -1,12 +1,11 @@
-"""Client of an OpenEnv server, version 0.2 or newer: a WebSocket session for each trajectory. The protocol is written
-here.
+"""Client of an OpenEnv server, version 0.2 or newer, with a WebSocket session for each trajectory. The protocol:
 
     GET /schema -> {"action": JSON schema, …}
     /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
           {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
 
-An action is a call of the only tool `step`, whose arguments are the action's fields, or with `text_field` the text of a
-turn. If actions are calls of MCP tools, each of those is a tool of the policy.
+An action is a call of the only tool `step`, whose arguments are the action's fields; with `text_field` it is the text
+of a turn. If the environment's actions are calls of MCP tools, each MCP tool is a tool of the policy.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 _MAX_MESSAGE_BYTES = 16 << 20
 _FULL_PAUSE_S = 1.0
 _POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""Error codes of a server for an action that it can't take; any other error is a failure of the server."""
+"""Error codes of a server for an invalid action; any other error is a failure of the server."""
 
 
 @dataclass(slots=True)
-class OpenEnvStage:
-    """See `Stage`."""
+class OpenEnvEpisodes:
+    """Episodes of an OpenEnv environment, each a session of its server; see `Episodes`."""
 
     environment: OpenEnvEnvironment
     _takes_calls: bool = field(default=False, init=False)
@@ -45,18 +44,21 @@ class OpenEnvStage:
         if field := self.environment.text_field:
             self._check_is_text(field, _step(action).parameters)
         try:
-            async with asyncio.timeout(self.environment.timeout_s), self.scene() as scene:
-                await scene.reset(self._first)
+            async with asyncio.timeout(self.environment.timeout_s), self.episode() as episode:
+                await episode.reset(self._first)
                 self._takes_calls = {"tool_name", "arguments"} <= action.get("properties", {}).keys()
-                return await scene.tools() if self._takes_calls else [_step(action)]
+                return await episode.tools() if self._takes_calls else [_step(action)]
         except ToolUnavailableError as error:
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
-            raise ConfigError(f"{self._where} had no free session in {self.environment.timeout_s:g} s") from error
+            raise ConfigError(
+                f"{self._where} had no free session for {self.environment.timeout_s:g} s: raise max_concurrent_envs in "
+                "its create_app"
+            ) from error
 
     async def holds_one_session(self) -> bool:
-        """Return whether the server refuses a second concurrent session, as a server from `openenv init` does."""
-        async with self.scene() as first, self.scene() as second:
+        """Return True if the server refuses a second concurrent session, like servers made by `openenv init`."""
+        async with self.episode() as first, self.episode() as second:
             await first.reset(self._first)
             try:
                 await second.ask("reset", self._first)
@@ -65,16 +67,16 @@ class OpenEnvStage:
             return False
 
     @asynccontextmanager
-    async def scene(self) -> AsyncIterator[OpenEnvScene]:
-        """See `Stage`."""
+    async def episode(self) -> AsyncIterator[OpenEnvEpisode]:
+        """Yield a new episode; see `Episodes`."""
         timeout_s = self.environment.timeout_s
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
-            scene = OpenEnvScene(session, self.environment, self._takes_calls)
-            await scene.connect()
+            episode = OpenEnvEpisode(session, self.environment, self._takes_calls)
+            await episode.connect()
             try:
-                yield scene
+                yield episode
             finally:
-                await scene.close()
+                await episode.close()
 
     @property
     def _first(self) -> Columns:
@@ -85,8 +87,9 @@ class OpenEnvStage:
         if field not in texts or set(parameters["required"]) - {field}:
             needed = ", ".join(parameters["required"]) or "nothing"
             raise ConfigError(
-                f"{self._where}: text_field {field!r} can't be a whole action: it has {', '.join(texts) or 'no text'}"
-                f", and needs {needed}. Leave text_field out: then the policy calls the tool `step`"
+                f"{self._where}: text_field {field!r} can't be a whole action: the text fields of an action are "
+                f"{', '.join(texts) or 'none'}, and it needs {needed}. Leave text_field out: then the policy calls the "
+                "tool `step`"
             )
 
     @property
@@ -103,14 +106,14 @@ class OpenEnvStage:
                 status, said = answer.status, await answer.text()
         except (OSError, ClientError) as error:
             why = str(error) or type(error).__name__
-            raise ConfigError(f"{self._where} can't be reached: {why}. Start it, or mend `url`") from error
+            raise ConfigError(f"{self._where} can't be reached: {why}. Start it, or correct `url`") from error
         try:
             action = json.loads(said)["action"]
             return dict(action)
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{self._where} speaks another version: GET /schema gave {status} and no schema of actions. OpenEnv "
-                "0.2 or newer is needed (pip install -U openenv-core, and build the environment's image anew)"
+                f"{self._where} has an incompatible version: GET /schema returned {status} and no schema of actions. "
+                "Install OpenEnv 0.2 or newer (pip install -U openenv-core) and rebuild the environment's image"
             ) from None
 
 
@@ -119,8 +122,8 @@ class _ServerFullError(ToolUnavailableError):
 
 
 @dataclass(slots=True)
-class OpenEnvScene:
-    """See `Scene`; `connect` it, and `close` it."""
+class OpenEnvEpisode:
+    """Episode in a session of an OpenEnv server; see `Episode`. Call `connect` first, and at the end `close`."""
 
     session: ClientSession
     environment: OpenEnvEnvironment
@@ -131,7 +134,7 @@ class OpenEnvScene:
     _socket: ClientWebSocketResponse = field(init=False)
 
     async def connect(self) -> None:
-        """Raise ToolUnavailableError if the server can't be reached."""
+        """Open the session. Raises ToolUnavailableError: the server can't be reached."""
         url, timeout_s = self.environment.url, self.environment.timeout_s
         try:
             self._socket = await self.session.ws_connect(
@@ -145,7 +148,7 @@ class OpenEnvScene:
         await self._socket.close()
 
     async def reset(self, columns: Columns) -> str:
-        """Begin the episode. While a server has no free session, ask again: the group has a deadline."""
+        """Begin the episode. While the server has no free session, try again until the group's deadline."""
         while True:
             try:
                 return _shown((await self.ask("reset", columns))["observation"])
@@ -182,19 +185,19 @@ class OpenEnvScene:
                 for tool in observation["tools"]
             ]
         except (KeyError, TypeError) as error:
-            raise ToolUnavailableError(f"{self.environment.url}: it does not say which tools there are") from error
+            raise ToolUnavailableError(f"{self.environment.url}: the server did not list its tools") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the observation, with `reward` and `done`.
+        """Send a message of this kind. Returns the server's answer: the observation, with `reward` and `done`.
 
         Raises:
-            ToolFailedError: the server can't take the action.
+            ToolFailedError: the server refuses the action as invalid.
             ToolUnavailableError: the server is gone, answers too late, or breaks the protocol.
         """
         url = self.environment.url
         try:
             async with asyncio.timeout(self.environment.timeout_s):
-                # A server that closed the session may have sent the reason before.
+                # If sending fails because the server closed the session, it may have sent the reason: read that.
                 with suppress(ConnectionError):
                     await self._socket.send_json({"type": kind, "data": data})
                 message = await self._socket.receive()
@@ -220,8 +223,8 @@ class OpenEnvScene:
             return {**data, "observation": dict(data["observation"])}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ToolUnavailableError(
-                f"{url}: it speaks another version: {text[:200]!r} is not an observation. OpenEnv 0.2 or newer is "
-                "needed"
+                f"{url}: the server has an incompatible version: {text[:200]!r} is not an observation. Install OpenEnv "
+                "0.2 or newer"
             ) from error
 
 
@@ -233,7 +236,11 @@ def _number(value: Any, url: str) -> float | None:
 
 
 def _step(action: Mapping[str, Any]) -> ToolSchema:
-    """Return the tool whose arguments are an action's fields."""
+    """Return the tool `step`, whose arguments are the fields of an action.
+
+    Args:
+        action: JSON schema of an action.
+    """
     properties = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     required = [name for name in action.get("required", ()) if name in properties]
     kept = {name: action[name] for name in ("$defs", "additionalProperties") if name in action}
@@ -245,7 +252,7 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text for the policy: its text if that is its only value, else JSON of all values."""
+    """Return an observation as text for the policy: the observation's only value if it is text, else JSON of all."""
     result = observation.get("result")
     if result is not None:  # the result of an MCP tool
         data = result.get("data", result) if isinstance(result, dict) else result

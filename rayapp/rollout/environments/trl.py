@@ -1,7 +1,8 @@
-"""A Python class in the form of TRL's `environment_factory`: `reset(**row)`, and its public methods are the tools.
+"""Environments that are Python classes like those of TRL's `environment_factory`: `reset(**row)`, and public methods
+that are the policy's tools.
 
-The class is the user's own and runs in this process. As in TRL, an object is reset for each trajectory, and a new one
-is made only if all are in use. An object that raised an unexpected error, or did not answer in time, is never used
+The user's class runs in this process. Like in TRL, an object is reset for each trajectory, and a new object is made
+only if all others are in use. An object that raised an unexpected error, or did not answer in time, is never used
 again.
 """
 
@@ -25,14 +26,14 @@ from rayapp.tasks.environments.files import Columns, EnvironmentTask, TrlEnviron
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _GONE = re.compile("Connect|Disconnect|Timeout")
-"""Names of connection errors: ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of
-aiohttp…"""
+"""Pattern in the names of connection errors: ConnectError of httpx, ConnectionClosedError of websockets,
+ServerDisconnectedError of aiohttp…"""
 _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
 @dataclass(slots=True)
-class TrlStage:
-    """See `Stage`."""
+class TrlEpisodes:
+    """Episodes of a TRL environment; see `Episodes`."""
 
     environment: TrlEnvironment
     _factory: Callable[[], Any] = field(init=False)
@@ -53,29 +54,29 @@ class TrlStage:
         self._free.append(made)
         if not callable(getattr(made, "reset", None)):
             raise ConfigError(
-                f"task {self.environment.name}: {self.environment.factory} returns an object without reset()"
+                f"task {self.environment.name}: {self.environment.factory} returns an object without a method reset()"
             )
         if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
             raise ConfigError(
-                f"task {self.environment.name}: nothing gives a reward. {self.environment.factory} has neither a "
-                "method get_reward() nor an attribute reward; name a function as `reward`"
+                f"task {self.environment.name}: the reward is missing: {self.environment.factory} has neither a method "
+                "get_reward() nor an attribute reward. Name a function as `reward`"
             )
         return [_schema(self.environment, name, method) for name, method in _tools(made).items()]
 
     @asynccontextmanager
-    async def scene(self) -> AsyncIterator[TrlScene]:
-        scene = TrlScene(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
-        yield scene
-        if not scene.is_lost:
-            self._free.append(scene.made)
+    async def episode(self) -> AsyncIterator[TrlEpisode]:
+        episode = TrlEpisode(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
+        yield episode
+        if not episode.is_lost:
+            self._free.append(episode.made)
 
     async def _made(self) -> Any:
         return await _call(self._factory, timeout_s=self.environment.timeout_s, what=self.environment.factory)
 
 
 @dataclass(slots=True)
-class TrlScene:
-    """See `Scene`."""
+class TrlEpisode:
+    """Episode in one object of the user's class; see `Episode`."""
 
     made: Any
     environment: TrlEnvironment
@@ -86,7 +87,7 @@ class TrlScene:
     async def reset(self, columns: Columns) -> str:
         said = await self._call("reset", **columns)
         if not isinstance(said, str | None):
-            raise self._lost(f"its reset() gave a {type(said).__name__}: a text, or None, was expected")
+            raise self._lost(f"its reset() returned a {type(said).__name__}: it must return a str or None")
         return said or ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -94,8 +95,8 @@ class TrlScene:
             async with self._one_at_a_time:
                 return ToolOutput(text=str(await self._call(name, **arguments)))
         except ToolUnavailableError as error:
-            # As in TRL, the policy reads the exception of a tool: `raise ValueError("game over")`. But a lost
-            # connection is a failure of the environment.
+            # Like in TRL, the policy reads a tool's exception: `raise ValueError("game over")`. But a lost connection
+            # is a failure of the environment.
             if not _is_lost(error.__cause__):
                 self.is_lost = False
                 raise ToolFailedError(f"{error.__cause__}") from error
@@ -136,8 +137,7 @@ class TrlScene:
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Return True if this error or its cause is a lost connection. Each client has its own classes for that, without a
-    common base."""
+    """Return True if this error or its cause is a lost connection. Clients have no common class for such errors."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
             return True
@@ -163,17 +163,17 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
         return ToolSchema.from_openai(get_json_schema(method), where=where)
     except Exception as error:  # boundary: it parses the user's docstring
         raise ConfigError(
-            f"{where} can't be a tool: {error}. A tool has typed arguments, each described in its docstring under "
-            "Args:; a method that is not a tool begins with an underscore"
+            f"{where} can't be a tool: {error}. Annotate its arguments with types and describe each in its docstring "
+            "under Args:; if it is no tool, begin its name with an underscore"
         ) from error
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
-    """Return the method's result, awaited if needed. A blocking method runs in a thread, left behind at its
-    deadline.
+    """Call a method and return its result. A method that isn't a coroutine runs in a thread, which can't be stopped at
+    the deadline and is left running.
 
     Raises:
-        ToolUnavailableError: it took too long, or raised an error, which becomes the cause.
+        ToolUnavailableError: the method took too long, or raised an error, which is the cause.
     """
     try:
         async with asyncio.timeout(timeout_s):

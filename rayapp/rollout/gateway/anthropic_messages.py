@@ -1,4 +1,4 @@
-"""Anthropic's messages. Pure."""
+"""Dialect of Anthropic's Messages API. Pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FIELDS = names("""
 
 
 class AnthropicMessages:
-    """See `reading.Dialect`."""
+    """Anthropic's Messages API; see `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -94,7 +94,7 @@ class AnthropicMessages:
         return _Stream(begun, ask)
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
-        # Agents look for these words to know when to compact their history.
+        # Agents compact their history when an error contains these words.
         message = f"prompt is too long: {refused}" if refused.kind == "tokens" else str(refused)
         kind = _TYPES.get(refused.kind, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -187,7 +187,7 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """Return a tool that the agent runs itself."""
     if given.get("type") not in (None, "custom"):
-        raise refuse(f"tools[{index}]: tools of the API's own ({given.get('type')!r:.40}) are not offered")
+        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not offered")
     return given
 
 

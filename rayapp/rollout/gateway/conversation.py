@@ -1,9 +1,10 @@
-"""A call independent of any API, and the place in the session's recorded conversations that it continues from. Pure.
+"""Types for calls independent of any API, and the tree of a session's recorded messages. Pure functions.
 
-Every dialect reads its body into an `Ask` and writes a `Reply`. `Conversations` is the tree of messages beside the tree
-of tokens: a call whose messages begin with those of a recorded turn and its reply continues from that turn's token ids.
+Every dialect reads a request's body into an `Ask` and writes a `Reply` into a response's body. `Conversations` is a
+tree of messages; the recorder holds a tree of tokens. If the messages of a call begin with those of a recorded turn and
+its reply, the call continues from that turn's token ids.
 
-The gateway refuses with one type of error, which each API writes in its own form.
+`RefusedError` is the one type of error that a refused call raises; each dialect writes it in its API's form.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rayapp.tools.base import ToolSchema
 _PER_MESSAGE = 500
 """Bytes of a kept message besides its texts, about."""
 Key = tuple[object, ...]
-"""Value that is equal for equal messages."""
+"""Hashable value of a message; messages with equal keys count as the same message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """One message."""
+    """One message of a conversation, in the form that all dialects share."""
 
     role: str
     """system, user, assistant or tool."""
@@ -62,8 +63,8 @@ class Said:
     call_id: str = ""
     """For a tool's message: id of the call that it answers."""
     key: Key = field(init=False, repr=False)
-    """Key without blanks around the assistant's text and without call ids: clients change both when they send a message
-    back."""
+    """Key of this message. It leaves out call ids and blanks around the assistant's text, because clients change both
+    when they send a message back."""
 
     def __post_init__(self) -> None:
         # Compute it now, not on demand: messages are read in a thread, but looked up on the event loop.
@@ -94,10 +95,10 @@ class Ask:
     """Prompts to continue as they are, as text or token ids, instead of messages (completions only)."""
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
-    """Repeated in the reply: there is only one policy."""
+    """Name of the model in the request, repeated in the reply. There is only one policy."""
     num_choices: int = 1
     max_tokens: int | None = None
-    """Limit of each choice; None: as many as the session has left."""
+    """Limit of each choice; None allows as many tokens as the session has left."""
     stop: tuple[str, ...] = ()
     distribution: Mapping[str, Any] = field(default_factory=dict)
     """temperature, top_p, top_k and seed as given; not followed in sessions that are trained on."""
@@ -122,13 +123,13 @@ class Ask:
     """Fields that the API's reply repeats (Responses only)."""
     is_stream: bool = False
     wants_usage: bool = True
-    """Streams end with token counts."""
+    """True if a stream ends with token counts."""
     wants_thoughts: bool = False
-    """Return thoughts as separate blocks (Anthropic only)."""
+    """True if the reply has thoughts as separate blocks (Anthropic only)."""
     previous: str = ""
     """Id of the reply that this call continues from (Responses only)."""
     may_be_named: bool = False
-    """A later call may continue from its reply by id (Responses only)."""
+    """True if a later call may continue from this call's reply by its id (Responses only)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Choice:
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason = "stop"
     is_stopped_by: str = ""
-    """Stop text that ended it; empty if none did."""
+    """Stop text that ended the completion; empty if none did."""
     num_tokens: int = 0
     log_probs: tuple[TokenLogProb, ...] = ()
     """One for each sampled token, if the call asked for them."""
@@ -167,7 +168,7 @@ class Begun:
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Tokens of the prompt that the session has already sent."""
+    """Number of tokens of the prompt that were part of an earlier call of the session."""
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -191,25 +192,25 @@ class Reply(Begun):
 
 @dataclass(slots=True)
 class _TreePlace:
-    """Place in a conversation."""
+    """Node of the tree of messages: a message after those of its parents."""
 
     children: dict[Key, _TreePlace] = field(default_factory=dict)
     prompt_end: int | None = None
-    """Index of the last token of the prompt that ended here; None if none did."""
+    """Index of the last token of the prompt that ends with this message; None if no prompt does."""
     turn: int | None = None
-    """Number of the turn whose reply is the last message of this place."""
+    """Number of the turn whose reply this message is; None if it is no reply."""
     turn_end: int = -1
     """Index of that turn's last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Recorded part of a conversation."""
+    """Part of a call's messages that is recorded already."""
 
     after: int = -1
-    """Index of the token that the call continues from; -1: it begins a new conversation."""
+    """Index of the token that the call continues from; -1 if the call begins a new conversation."""
     turn: int | None = None
-    """Turn that it continues from. None although `after` is set: the same prompt was sent before."""
+    """Turn that the call continues from. If it is None and `after` is set, the same prompt was sent before."""
     num_messages: int = 0
     """Number of messages that are recorded already."""
 
@@ -247,9 +248,11 @@ class Conversations:
         self._roots: dict[Key, _TreePlace] = {}
 
     def find(self, tools: Key, messages: Sequence[Said]) -> Found:
-        """Return the place that these messages continue from: the same prompt, or the last recorded reply in them, if
-        only other roles' messages follow it. If an assistant message was never sampled, the history was edited, and a
-        new conversation begins."""
+        """Return the recorded part that these messages continue from.
+
+        It ends with the same prompt or, if no assistant message follows, with the last recorded reply. An assistant
+        message that was never sampled means that the agent edited the history: then a new conversation begins.
+        """
         place, found, number = self._roots.get(tools, _TreePlace()), Found(), 0
         for number, said in enumerate(messages, start=1):
             if (following := place.children.get(said.key)) is None:
@@ -280,7 +283,7 @@ class Conversations:
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
-        """Record a turn: the messages of its prompt, and its reply. Of several equal turns the last one counts."""
+        """Record a turn: the messages of its prompt, and its reply. A later equal turn replaces an earlier one."""
         place = self._roots.setdefault(tools, _TreePlace())
         for said in messages:
             place = place.children.setdefault(said.key, _TreePlace())
@@ -388,7 +391,7 @@ STATUS: dict[Kind, int] = {
     "unknown": 404,
     "no_path": 404,
     "no_model": 404,
-    # Clients retry 408, 409, 429 and all codes from 500 on; a session that is over stays over.
+    # Not a code that clients retry (408, 409, 429, and all from 500 on): a session never opens again.
     "over": 410,
     "too_large": 413,
     "turns": 400,
@@ -399,7 +402,7 @@ STATUS: dict[Kind, int] = {
 
 
 class RefusedError(Exception):
-    """A call that is not served. Its message is for the agent's author."""
+    """The gateway refuses a call. The message is for the agent's author."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -414,7 +417,8 @@ class RefusedError(Exception):
 def not_offered(wish: str) -> str:
     """Return the message for a request that this server never supports."""
     return (
-        f"{wish} is not offered: the policy is sampled as it is trained, with the chat template as it is. Leave it out"
+        f"{wish} is not supported: sampling settings and chat template are those that the policy is trained with. "
+        "Leave it out"
     )
 
 

@@ -1,7 +1,6 @@
-"""Fields of a request's body other than messages: sampling options, and which other fields have no effect or are
-refused.
+"""Sorts the fields of a request that a dialect does not read: harmless, without effect, unknown, or refused.
 
-Each dialect calls it with the names of the fields that it reads itself. Pure.
+Each dialect calls `other_fields` with the names of the fields that it reads itself. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rayapp.rollout.order import MAX_SEED
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the words of a text that is divided by white space."""
     return frozenset(text.split())
 
 
@@ -132,7 +131,7 @@ def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
         RefusedError: a field asks for something that is not supported.
     """
     if len(body) > _MAX_FIELDS:
-        raise RefusedError("invalid", f"a body has {len(body)} fields: at most {_MAX_FIELDS} are read")
+        raise RefusedError("invalid", f"the body has {len(body)} fields: at most {_MAX_FIELDS} are allowed")
     not_followed, unknown = list[str](), list[str]()
     for name, value in body.items():
         if value is None or name in read or name in _HARMLESS or name in SAMPLING_FIELDS:

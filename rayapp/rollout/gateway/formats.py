@@ -1,6 +1,6 @@
-"""Chat template and tool parser for each set of tools that agents bring, made at the set's first use.
+"""Makes and caches the chat template and tool parser for each set of tools that agents bring.
 
-Used by sessions. One per process, as an agent brings the same tools to all its trajectories.
+All sessions of a process share one `Formats`, because an agent brings the same tools to all its trajectories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
 _MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
-"""Most sets of tools that are kept, and the limit of their total length as JSON."""
+"""Maximum number of sets of tools in the cache, and maximum characters of their JSON together."""
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the garbage collector: new objects before a collection of the youngest generation, and collections of a
 generation before the next older one. Python's are 700, 10, 10."""
@@ -51,13 +51,13 @@ class Format:
 
 
 class Formats:
-    """See the module.
+    """Cache of a `Format` per set of tools, for one model.
 
     Args:
         model: name of the model, for messages.
         parser: vLLM's name of the tool parser.
-        template: Jinja text in place of the tokenizer's own; empty: that one.
-        make_parser: makes the parser; tests and benchmarks replace it.
+        template: Jinja text of the chat template; empty for the tokenizer's own.
+        make_parser: function that makes the parser; tests and benchmarks replace it.
     Raises:
         ConfigError: the model has no chat template that can be used.
     """
@@ -153,9 +153,12 @@ class Formats:
 
 
 def _collect_less_garbage() -> None:
-    """Collect garbage less often. Sessions live for minutes and consist of small objects, and nearly a million objects
-    from importing vLLM and transformers live forever: Python's default thresholds would spend a third of each call's
-    cost on scanning them. References are counted as before, so only cycles wait longer."""
+    """Run Python's garbage collector less often.
+
+    Importing vLLM and transformers leaves nearly a million objects for good, and sessions make many small ones that
+    last minutes. With Python's default thresholds, scanning them takes a third of a call's time. Reference counting
+    goes on as before: only objects in reference cycles are freed later.
+    """
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # otherwise libraries that count objects at exit would report all of them
@@ -183,7 +186,7 @@ def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, message
     told = as_template_reads([reply, *messages])[1:]
     try:
         return chat.continuation_ids(sampled_ids, told)
-    except Exception as error:  # boundary: as in rendered
+    except Exception as error:  # boundary: a template is a program that reads an agent's messages
         raise _unwritten(error) from error
 
 
@@ -193,8 +196,8 @@ def _unwritten(error: Exception) -> RefusedError:
 
 
 def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form with arguments as data. Ids have nine letters and digits, as Mistral's templates
-    require."""
+    """Return messages in OpenAI's form, with arguments as data. Call ids have nine letters and digits: Mistral's
+    templates require it."""
     ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
     for said in messages:
         message: dict[str, Any] = {"role": said.role, "content": said.text}

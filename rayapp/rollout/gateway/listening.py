@@ -26,14 +26,14 @@ _BACKLOG = 1024
 """Connections that the kernel queues: the agents of a whole worker connect at once."""
 _WAIT_S = 0.05
 _QUIET_S = 60.0
-"""Least time between two log lines about connections that could not be accepted."""
+"""Minimum time between two log lines about connections that could not be accepted."""
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that hold an address, and do not listen yet.
+    """Return sockets that are bound to an address and do not listen yet.
 
     Args:
-        port: 0: a free one.
+        port: port number; 0 for any free one.
     Raises:
         ConfigError: the address can't be used.
     """
@@ -71,15 +71,15 @@ class Listening:
     """Serves an application. Call `start` or `accept_from`, then `close`.
 
     Args:
-        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024. One more
-            connection closes the one that has been without a request for longest.
+        max_connections: maximum connections at once; 0 for half of this process's file descriptors, at most 1024. At
+            the maximum, a new connection closes the one that has had no request for the longest time.
     """
 
     def __init__(self, app: web.Application, *, max_connections: int = 0) -> None:
         self._busy = dict[object, int]()
         """Requests in progress, by connection."""
         self._idle = dict[web.RequestHandler, float]()
-        """Connections without a request -> since when, longest first."""
+        """Connection without a request -> time of its last request; the longest idle one is first."""
         app.middlewares.append(self._note_busy)
         # If an agent hangs up, its turn is cancelled.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -89,7 +89,7 @@ class Listening:
         self.url = ""
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen on sockets that are `bound`.
+        """Listen on sockets from `bound`.
 
         Raises:
             ConfigError: another process listens there now.
@@ -183,7 +183,7 @@ def _default_connections() -> int:
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    """Return the next connection. If no descriptor is left, log it now and then, not at each try."""
+    """Return the next connection. If no file descriptor is left, wait, and log that at most once per `_QUIET_S`."""
     said_at_s = -_QUIET_S
     while True:
         try:

@@ -36,7 +36,7 @@ _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Numbers:
-    """Metrics of `/metrics`, in a registry per server: a process may have several servers."""
+    """Metrics behind `/metrics`. Each server has its own registry: a process may have several servers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -54,7 +54,7 @@ class Numbers:
         )
         self.seconds = Histogram(
             f"{name}_request_seconds",
-            "From a call's arrival to the end of its answer.",
+            "Seconds from a call's arrival to the end of its answer.",
             registry=registry,
             buckets=_BUCKETS_S,
         )
@@ -118,7 +118,7 @@ class OpenDoor:
     async def count(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # Label by the route's path: other paths would each make a new series.
+        # Label by the route's path: with the request's own path, each unknown path would add a time series.
         resource = request.match_info.route.resource
         path, status, started_s = resource.canonical if resource is not None else "other", 499, time.monotonic()
         try:
@@ -144,10 +144,10 @@ async def open_to_all(
     max_connections: int = 0,
     max_requests: int = MAX_REQUESTS,
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the server's address.
+    """Run the server while the block runs; yield the server's URL.
 
     Args:
-        model: the name that it is listed under.
+        model: name of the policy in the list of models.
         sampling: limit of a call's prompt and answer together, and defaults of requests.
         keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
@@ -164,7 +164,7 @@ async def open_to_all(
 
 
 def open_application(door: OpenDoor, model: str) -> web.Application:
-    """Return the application of such a server."""
+    """Return the web application of the server of `rayapp serve`."""
     app = Api(door, model=model).application()
     app.middlewares.append(door.count)
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions. Pure."""
+"""Dialect of OpenAI's Chat Completions API. Pure functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FIELDS = names("""
 
 
 class OpenAIChat:
-    """See `reading.Dialect`."""
+    """OpenAI's Chat Completions API; see `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -126,7 +126,7 @@ class _Stream(StreamWriter):
 
 
 def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
-    """Return the form of the calls that OpenAI's `tool_choice` demands; None: it leaves the choice to the policy."""
+    """Return the form of the calls that OpenAI's `tool_choice` demands; None if it leaves the choice to the policy."""
     if choice in (None, "auto", "none"):
         return None
     if choice == "required":
@@ -153,7 +153,7 @@ def _said(message: Mapping[str, Any], index: int) -> Said:
 def _made(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise refuse(f"{where}: a tool call has a function with name and arguments")
+        raise refuse(f"{where}: a tool call needs a function with a name and arguments")
     return ToolCall(
         id=text(call.get("id"), f"{where}.tool_calls.id"),
         name=text(function.get("name"), f"{where}.tool_calls.function.name"),
@@ -164,7 +164,7 @@ def _made(call: Mapping[str, Any], where: str) -> ToolCall:
 def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
     function = given.get("function")
     if given.get("type") != "function" or not isinstance(function, dict):
-        raise refuse(f"tools[{index}]: only tools of type function are offered, not {given.get('type')!r:.40}")
+        raise refuse(f"tools[{index}]: only tools of type function are supported, not {given.get('type')!r:.40}")
     return tool(function, f"tools[{index}].function")
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses. Pure."""
+"""Dialect of OpenAI's Responses API. Pure functions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class OpenAIResponses:
-    """See `reading.Dialect`."""
+    """OpenAI's Responses API; see `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others = other_fields(body, _FIELDS)
@@ -204,7 +204,7 @@ def _wants_log_probs(include: Any) -> bool:
 
 
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
-    """Return one item as a message; None for thoughts, which are not read again."""
+    """Return one item of the input as a message; None for thoughts, which are not sent to the policy again."""
     where, kind = f"input[{index}]", item.get("type", "message")
     if kind == "reasoning":
         return None
@@ -217,12 +217,12 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
         return Said(role="tool", text=result, call_id=text(item.get("call_id"), f"{where}.call_id"))
     role = item.get("role")
     if kind != "message" or role not in ("system", "developer", "user", "assistant"):
-        raise refuse(f"{where}: items of type {kind!r:.40} and role {role!r:.40} are not offered")
+        raise refuse(f"{where}: items of type {kind!r:.40} and role {role!r:.40} are not supported")
     return Said(role="system" if role == "developer" else str(role), text=content(item.get("content"), where, _TEXTS))
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
-    """Join the items of one turn to one message."""
+    """Yield one message for each turn: its items joined."""
     waiting: Said | None = None
     for said in messages:
         if said.role == "assistant" and waiting is not None:
@@ -240,7 +240,7 @@ def _joined(messages: list[Said]) -> Iterator[Said]:
 
 def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
     if given.get("type") != "function":
-        raise refuse(f"tools[{index}]: only tools of type function are offered, not {given.get('type')!r:.40}")
+        raise refuse(f"tools[{index}]: only tools of type function are supported, not {given.get('type')!r:.40}")
     return tool(given, f"tools[{index}]")
 
 

@@ -1,5 +1,4 @@
-"""Parts that the dialects share: reading fields of a JSON body with clear refusals, content parts, stream events.
-Pure."""
+"""Functions that the dialects share: read fields of a JSON body or refuse them, and write stream events. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from rayapp.rollout.gateway.streams import StreamWriter
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200
-"""Most stop texts of a request: the engine checks each at every token, for all sessions."""
+"""Maximum number and length of a request's stop texts: the engine checks each of them at every token."""
 MAX_TOOL_CHARS = 256 << 10
 """Largest size of all tools of a request together, as JSON."""
 _FORMS: dict[str, Any] = {
@@ -49,11 +48,11 @@ class Dialect(Protocol):
         ...
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
-        """Return the error in the API's form."""
+        """Return the body of an error response in the API's form."""
         ...
 
     def refusal_event(self, refused: RefusedError) -> bytes:
-        """Return the refusal as an event of a stream that has begun."""
+        """Return the refusal as one event, for a stream that has begun."""
         ...
 
 
@@ -62,7 +61,7 @@ def refuse(message: str) -> RefusedError:
 
 
 def parsed(data: bytes) -> Mapping[str, Any]:
-    """Return a request's body, without halves of surrogate pairs, which no tokenizer reads.
+    """Return a request's body as data, with halves of surrogate pairs escaped: no tokenizer reads them.
 
     Raises:
         RefusedError: the body is not a JSON object.
@@ -98,7 +97,7 @@ def stops(value: Any, name: str) -> tuple[str, ...]:
     """Return the texts that end a turn: one string, or a list of them."""
     many = [value] if isinstance(value, str) else value or []
     if not isinstance(many, list) or not all(isinstance(each, str) and each for each in many):
-        raise refuse(f"{name} must be a text that isn't empty, or a list of such")
+        raise refuse(f"{name} must be a non-empty string, or a list of non-empty strings")
     if len(many) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in many):
         raise refuse(f"{name} must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters")
     return tuple(many)
@@ -113,13 +112,17 @@ def positive(value: Any, name: str) -> int | None:
 
 
 def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content: a string, or parts of these kinds, joined with line breaks."""
+    """Return the text of a message's content: a string, or its parts joined with line breaks.
+
+    Args:
+        kinds: types of parts that are allowed.
+    """
     if value is None or isinstance(value, str):
         return value or ""
     parts = list[str]()
     for part in objects(value, f"{where}.content"):
         if part.get("type") not in kinds:
-            raise refuse(f"{where}: the policy reads text alone, not parts of type {part.get('type')!r:.40}")
+            raise refuse(f"{where}: the policy reads only text, not parts of type {part.get('type')!r:.40}")
         parts.append(text(part.get("text", part.get("refusal")), f"{where}.content.text"))
     return "\n".join(parts)
 
@@ -128,19 +131,19 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
     """Return the tools that an agent brings.
 
     Args:
-        read: reads one tool; gets its place in the list.
+        read: reads one tool, given its entry and its index in the list.
     Raises:
-        RefusedError: an entry is not a tool, or all together are too long.
+        RefusedError: an entry is not a tool, or the tools together are too long.
     """
     given = objects(value, "tools")
     size = len(json.dumps(given, ensure_ascii=False)) if given else 0
     if size > MAX_TOOL_CHARS:
-        raise refuse(f"tools have {size:,} characters as JSON: at most {MAX_TOOL_CHARS:,} are offered")
+        raise refuse(f"tools have {size:,} characters as JSON: at most {MAX_TOOL_CHARS:,} are allowed")
     return tuple(read(each, i) for i, each in enumerate(given))
 
 
 def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
-    """Return the form that a request wants its answer in; None: any text.
+    """Return the form that a request demands of its answer; None if any text will do.
 
     Args:
         value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
@@ -184,8 +187,8 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
     """Return the form of an answer that must call tools.
 
     Args:
-        name: the tool; None: any of them.
-        several: it may call more than one.
+        name: name of the tool; None for any tool.
+        several: True if the answer may have more than one call.
     """
     chosen = [tool for tool in tools if name in (None, tool.name)]
     if not chosen:
@@ -220,7 +223,7 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
     if not name or not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
-        raise refuse(f"{where}: a tool has a name, and {parameters} that are a JSON schema")
+        raise refuse(f"{where}: a tool needs a name, and a JSON schema as {parameters}")
     return ToolSchema(
         name=name, description=text(function.get("description"), f"{where}.description"), parameters=schema
     )
@@ -279,5 +282,5 @@ def flag(value: Any, name: str, *, default: bool) -> bool:
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
-    # ASCII only: a policy can write half a surrogate pair, which UTF-8 can't encode.
+    # json.dumps writes ASCII only: a policy can write half a surrogate pair, which UTF-8 can't encode.
     return f"{head}data: {json.dumps(data)}\n\n".encode()

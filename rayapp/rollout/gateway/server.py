@@ -42,26 +42,26 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
-"""Header of a reply: names of fields of the request that had no effect."""
+"""Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
 """Seconds without tokens after which a stream gets a comment, so that no client gives up."""
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that doesn't read its stream."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
-"""Most connections of one sandbox. Each holds at most one request body."""
+"""Maximum connections of one sandbox. Each holds at most one request body."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
-"""Context manager with the session of a request while it is answered. Raises RefusedError if the request gets no
-session."""
+"""Function that returns a context manager with the session of a request, entered while the request is answered. It
+raises RefusedError if the request gets no session."""
 
 
 class Api:
-    """The APIs over the sessions behind a door.
+    """HTTP handlers of all APIs; `door` finds the session of each request.
 
     Args:
-        model: the name that is listed; any name is accepted.
+        model: name in the list of models; calls may use any name.
     """
 
     def __init__(self, door: Door, *, model: str = "policy") -> None:
@@ -69,7 +69,7 @@ class Api:
         self._model = {"id": model, "object": "model", "created": 0, "owned_by": "rayapp"}
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-        """Return the application with all routes below the prefix, and a refusal for everything else."""
+        """Return the web application: all routes below the prefix, and a refusal for every other path."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
         app.router.add_post(f"{prefix}/v1/completions", partial(self._answer, dialect=_COMPLETIONS))
@@ -125,7 +125,7 @@ class Api:
 
 
 class Gateway:
-    """See the module. `start` it, and `close` it."""
+    """Server of all sessions of a rollout worker. Call `start`, and at the end `close`."""
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
@@ -134,7 +134,7 @@ class Gateway:
         self._listening = Listening(Api(self._door).application("/{session}"))
 
     async def start(self) -> None:
-        """Listen on the loopback, at a free port."""
+        """Listen on a free port of the loopback address."""
         await self._listening.start(bound("127.0.0.1", 0))
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class Gateway:
         other_models: Literal["train", "untrained", "refuse"] = "train",
         drops_forms: bool = False,
     ) -> Iterator[Session]:
-        """Serve a session for the length of the block; arguments as in `Session`."""
+        """Serve a session while the block runs. The arguments are those of `Session`."""
         session = Session(
             formats=self._formats,
             engine=engine,
@@ -184,7 +184,10 @@ class Gateway:
 
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
-        """Serve only this session, for the length of the block, to every client of `accept`, which may be hostile."""
+        """While the block runs, serve this session, and no other, to the clients that `accept` returns.
+
+        The clients may be hostile: they are programs in a sandbox.
+        """
         app = Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)
         listening = Listening(app, max_connections=_MAX_OF_SANDBOX)
         await listening.accept_from(accept, f"accept {session.request_id}")
@@ -204,7 +207,7 @@ class Gateway:
         return door
 
     def url_of(self, session: Session) -> str:
-        """Return the session's base URL for Anthropic's clients; OpenAI's clients need `/v1` behind it."""
+        """Return the session's base URL for Anthropic's clients. For OpenAI's clients append `/v1`."""
         return f"{self.url}/{session.id}"
 
     @contextmanager
@@ -236,7 +239,7 @@ async def _known_paths(
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-        return _refusal(_CHAT, RefusedError("no_path", f"there is no {request.method} {request.path[:200]} here"))
+        return _refusal(_CHAT, RefusedError("no_path", f"no route: {request.method} {request.path[:200]}"))
 
 
 async def _body(request: web.Request) -> bytes:
@@ -244,9 +247,9 @@ async def _body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise RefusedError("too_large", f"a body has at most {request.client_max_size:,} bytes") from None
+        raise RefusedError("too_large", f"the body has more than {request.client_max_size:,} bytes") from None
     except TimeoutError:
-        raise RefusedError("invalid", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        raise RefusedError("invalid", f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
@@ -266,11 +269,11 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
     except RefusedError:
         raise
     except Exception as error:  # boundary: an agent may send anything
-        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error:.200}") from error
+        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
-    """Return headers that name the request's fields without effect."""
+    """Return the response header that names the request's fields without effect; empty if there are none."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
     ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}

@@ -1,9 +1,9 @@
 """One trajectory's conversations with the policy: reads calls, writes replies, and records every token.
 
-    Ask -> its place (Conversations) -> recorded ids + suffix -> engine -> Recorder, Conversations -> Reply
+    Ask -> recorded part (Conversations) -> recorded ids + new ids -> engine -> Recorder, Conversations -> Reply
 
-The gateway makes one for each trajectory and ends it with the trajectory. Mistakes of the agent are `RefusedError`s. A
-failure of the engine is one too, and ends the session: `trouble` then has the error.
+The gateway makes one session for each trajectory and ends it with the trajectory. An agent's mistake raises a
+`RefusedError`. So does a failure of the engine, which also ends the session and sets `trouble` to the engine's error.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
 MAX_RECORDED_CHARS = 16_384
-"""Most characters of a tool's result in the record of its call; the policy reads the whole result."""
+"""Maximum characters of a tool's result in the record of its call; the policy reads the whole result."""
 _MAX_CHARS_A_TOKEN = 32
-"""Most characters per token, on average over a prompt. A longer prompt can't fit, and is refused before it is
-rendered."""
+"""Maximum characters per token, on average over a prompt. A prompt with more can't fit into the session's tokens, and
+is refused before it is rendered."""
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
-"""Bytes of a body besides its messages' texts: tools, and an API's fields around each message."""
+"""Bytes and JSON values allowed in a body besides its messages' texts: for tools and the fields around each message."""
 _MAX_TOOL_SETS = 32
-"""Most sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
+"""Maximum sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
 _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
 """Most calls to keep for a client that may send them again, and how long."""
@@ -67,9 +67,9 @@ MODEL = "policy"
 """The policy's name as a model, in RAYAPP_MODEL."""
 _DESCRIBE = " and say in the prompt what the answer must look like"
 _SMALL = 16 << 10
-"""Bytes or characters up to which input is read on the event loop, in milliseconds."""
+"""Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
-"""Reads bodies and renders prompts. Each session has at most one of these threads at a time."""
+"""Threads that read bodies and render prompts. Each session uses at most one thread at a time."""
 _T = TypeVar("_T")
 
 
@@ -78,13 +78,14 @@ class SessionLimits:
     """Limits of a session's use of the policy."""
 
     max_tokens: int
-    """Tokens over all of its conversations, read and sampled, each counted once: the limit of one trajectory."""
+    """Maximum tokens of all the session's conversations together, read and sampled. A token that several calls share
+    counts once."""
     max_turns: int
-    """Maximum turns of the policy; each of several choices is one."""
+    """Maximum turns of the policy. A call with n choices takes n turns."""
 
     @property
     def max_chars(self) -> int:
-        """Most characters of a prompt's messages."""
+        """Maximum characters of a prompt's messages."""
         return _MAX_CHARS_A_TOKEN * self.max_tokens
 
     @property
@@ -93,7 +94,7 @@ class SessionLimits:
 
     @property
     def max_body_values(self) -> int:
-        """Most JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
+        """Maximum JSON values in a body: parsing them holds the interpreter's lock. Few tokens contain two values."""
         return _BODY_VALUES + 3 * self.max_tokens
 
 
@@ -116,7 +117,7 @@ class Sending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A prompt, and the place that it continues from."""
+    """Prompt of a call, and the recorded token that it continues from."""
 
     format: Format
     after: int
@@ -132,7 +133,7 @@ class _Turn:
     """A recorded turn."""
 
     number: int
-    """Its index in `Recorder.turns`."""
+    """Index of the turn in `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""
@@ -141,16 +142,16 @@ class _Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """See the module."""
+    """Conversations of one trajectory with the policy."""
 
     formats: Formats
     engine: RolloutEngine
     sampling: SamplingParams
-    """Sampling of every turn. The agent sets numbers of tokens and choices, and stop texts; the run sets the
-    distribution."""
+    """Sampling settings of every turn. They fix the distribution; the agent sets only the number of tokens and choices,
+    and stop texts."""
     limits: SessionLimits
     follows_requests: bool = False
-    """True if requests also set the distribution, as the session is not trained on."""
+    """True if requests may also set the distribution, because the session is not trained on."""
     request_id: RequestId
     """Id of the trajectory; turns are numbered from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -170,7 +171,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     """Lines for people about calls that began a new conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Fails if the engine does."""
+    """Future that fails with the engine's error when the engine fails."""
     _conversations: Conversations = field(default_factory=Conversations)
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
@@ -179,7 +180,7 @@ class Session:
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
     """Calls whose client has gone without the reply, by `Sending.key`."""
     _sides: list[Session] = field(default_factory=list)
-    """Sessions of single unrecorded calls, while they are answered."""
+    """Sessions of calls that are not recorded: one session per call, while the call is answered."""
     _num_sides: int = 0
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
@@ -191,7 +192,7 @@ class Session:
             RefusedError: the body is not a call of that API.
         """
         if len(body) > self.limits.max_body_bytes:
-            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_bytes:,} bytes in this session")
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
         ask = await self._beside(len(body), lambda: read(body))
@@ -312,19 +313,19 @@ class Session:
         return [_Wanted(format=self.formats.plain, after=-1, read_ids=ids, prompt_ids=ids) for ids in read]
 
     async def count(self, ask: Ask) -> int:
-        """Return the number of tokens of the prompt that a call would have."""
+        """Return the number of tokens in the prompt of a call, without sampling."""
         if self._is_side(ask):
             return await self._side(self.request_id).count(ask)
         self._check_open()
         return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
-        """Set `trouble`, which the player watches: the trajectory can't continue."""
+        """Set `trouble`, so that the agent waiting on it ends the trajectory."""
         if not self.trouble.done():
             self.trouble.set_exception(error)
 
     def end(self) -> None:
-        """Serve no more calls, and cancel those that wait for the engine. Idempotent."""
+        """Serve no more calls, and cancel the turns that wait for the engine. Idempotent."""
         self.is_over = True
         for task in self._running:
             task.cancel()
@@ -342,8 +343,8 @@ class Session:
         """Return the session's record.
 
         Args:
-            failure: why the agent's program failed; empty if it ended normally, or by a limit.
-            answer: answer that the agent handed in; None: the text of the last turn.
+            failure: reason why the agent's program failed; empty if it ended normally or a limit ended it.
+            answer: answer that the agent handed in; None for the text of the last turn.
             ran_out: True if the agent's time was up.
             output: output of its program.
         """
@@ -391,12 +392,12 @@ class Session:
     def _take_turns(self, number: int) -> range:
         """Return the numbers of the next turns."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
-            raise RefusedError("busy", f"a session waits for at most {MOST_TURNS_AT_ONCE} turns at once")
+            raise RefusedError("busy", f"more than {MOST_TURNS_AT_ONCE} turns at once: wait until one ends")
         if self._num_asked + number > self.limits.max_turns:
             raise RefusedError(
                 "turns",
                 f"the session has had {self._num_asked} of its {self.limits.max_turns} turns "
-                "(agent.max_assistant_turns), and no more are served",
+                "(agent.max_assistant_turns): too few are left for this call",
             )
         self._num_asked += number
         return range(self._num_asked - number + 1, self._num_asked + 1)
@@ -430,7 +431,7 @@ class Session:
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run work that is slow for large input in a thread, one at a time per session."""
+        """Run `work` in a thread if its input is large; a session runs one such piece of work at a time."""
         if size <= _SMALL:
             return work()
         async with self._thread:
@@ -509,7 +510,7 @@ class Session:
         if left < 1:
             raise RefusedError(
                 "tokens",
-                f"the prompt has {num_new} tokens that the session has not had, and {self.tree.size} of its "
+                f"the prompt has {num_new} tokens that are new to the session, and {self.tree.size} of the session's "
                 f"{self.limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) are used: its "
                 "maximum context length is reached",
             )
@@ -528,7 +529,7 @@ class Session:
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            # the cancellation came from the caller, who has gone, or from `end`
+            # Either the client has disconnected, or `end` cancelled the turns.
             self._check_open()
             raise
         except RayappError as error:
@@ -536,7 +537,7 @@ class Session:
             if is_own and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
                 raise RefusedError("invalid", f"the engine can't follow this request: {error!s:.300}") from error
             self.fail(error)
-            raise RefusedError("engine", f"the policy can't be asked: {type(error).__name__}") from error
+            raise RefusedError("engine", f"the engine failed: {type(error).__name__}") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -544,7 +545,7 @@ class Session:
 
     async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
         if sampling.seed is not None:
-            # The same prompt sent again must get a new answer.
+            # Give each turn its own seed: the same prompt sent again must get a new answer.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
@@ -584,8 +585,10 @@ class Session:
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
-        """Return the calls of a turn and the text outside them. If one call can't be read, the whole turn is text: the
-        agent could not answer that call."""
+        """Return the calls of a turn and the text outside them.
+
+        If one call can't be parsed, return the whole turn as text: the agent could not answer that call.
+        """
         if ask.form is not None and ask.form.is_calls:
             return _formed_calls(said)
         if not ask.tools or not ask.reads_calls or ask.form is not None:
@@ -616,7 +619,7 @@ def _retrieved(task: asyncio.Task[Reply]) -> None:
 
 
 def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:
-    """Return the tokens for the policy to read after the token at `found.after`."""
+    """Return the ids of the prompt's tokens after the recorded token `found.after`."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:
@@ -630,7 +633,7 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer that had to be a list of calls; its text if it was cut."""
+    """Return the calls of an answer that had to be a list of calls, and ""; no calls and the text if it was cut."""
     try:
         made: list[dict[str, Any]] = json.loads(said)
         return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""

@@ -45,9 +45,10 @@ class Ledger:
     folder: Path
     uri: str
     generation: int = 0
-    """Number of the last lock held here on the remote folder; a higher number there means others wrote since."""
+    """Number of the last lock that this machine held on the remote folder; if the remote folder has a higher number,
+    another run wrote since."""
     files: dict[str, Stamp] = field(default_factory=dict)
-    """By key, the stamp of the local file when it was sent. Complete folders (`final`) are one entry."""
+    """Stamp of the local file when it was sent, by key. Complete folders (`final`) are one entry."""
 
     def save(self) -> None:
         content = {"format": _FORMAT, "uri": self.uri, "generation": self.generation, "files": self.files}
@@ -64,8 +65,8 @@ class Ledger:
             raw = json.loads((folder / NAME).read_text())
             if raw["format"] > _FORMAT:
                 raise RunFolderError(
-                    f"{folder / NAME} has format {raw['format']}, this version reads {_FORMAT}: a newer "
-                    "rayapp wrote it. Use that version."
+                    f"{folder / NAME} has format {raw['format']}, this version reads {_FORMAT}: a newer rayapp wrote "
+                    "it. Use the newer version."
                 )
             files = {str(key): (int(size), int(time)) for key, (size, time) in raw["files"].items()}
             return cls(folder=folder, uri=raw["uri"], generation=int(raw["generation"]), files=files)

@@ -3,15 +3,15 @@
     locks/000001.json  {owner, host, beat, released: true}       the first run, ended
     locks/000002.json  {owner, host, beat, released: false}      the holder: the highest number
 
-The creation of the next number decides. Some stores accept two concurrent creators (Swift does): there the object that
-remains decides, which each creator reads after a moment and again before every beat. The holder writes a new `beat`
-every ten seconds. A new run takes over when the holder has released the lock, was a process of this machine that is
-gone, or has not beaten for a minute by the new run's clock. A holder that finds a number above its own, or another name
-under its number, has lost the folder.
+The creation of the next number decides. Some stores accept two concurrent creators (Swift does). With such a store the
+object that remains decides; each creator reads it after a moment, and again before every beat. The holder writes a new
+`beat` every ten seconds. A new run takes over when the holder has released the lock, was a process of this machine that
+is gone, or has not beaten for a minute by the new run's clock. A holder that finds a number above its own, or another
+name under its number, has lost the folder.
 
-A holder that was paused doesn't know that it lost the folder. So each of its writes calls `fence` first: within half a
-lease after a beat that found the folder still held, the write may start, and must end before the lease does; later, a
-new beat comes first.
+A holder that was paused doesn't know that it lost the folder. So each of its writes calls `fence` first. Within half a
+lease after a beat that found the folder still held, the write may start, and must end before the lease does. After that
+time, `fence` first writes a new beat.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ async def acquire(
         try:
             await storage.put_bytes(_dump(holder), _key(generation + 1), if_absent=True)
         except StorageExistsError:
-            continue  # another run was faster: check that one
+            continue  # another run was faster: check that run's lock
         lock = RunLock(generation + 1, holder, held_since_s=began_s, lease_s=lease_s)
         await asyncio.sleep(settle_s)
         if before is not None and (await _look(storage, generation)).content != before.content:

@@ -34,9 +34,8 @@ from rayapp.runs.mirror.layout import (
     folder_stamp,
     stamp_of,
 )
-from rayapp.storage.base import ObjectInfo, Storage
+from rayapp.storage.base import SHA256, XXH3, ObjectInfo, Storage, both_digests
 from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_missing
-from rayapp.storage.hashing import SHA256, XXH3, both_digests
 
 _AT_ONCE = 4
 
@@ -174,13 +173,13 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         return ledger
     if ledger is not None and generation == 1:
         raise RunFolderError(
-            f"{storage.uri} holds no run, but {folder} holds one that was written there. Delete {folder} to start "
+            f"{storage.uri} holds no run, but {folder} holds a run that was uploaded to it. Delete {folder} to start "
             "over, or choose another run.name."
         )
     if must_be_new and (await storage.exists(METRICS) or await whole_checkpoints(storage)):
         raise RunFolderError(
-            f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete it there, or "
-            "go on with run.resume=auto."
+            f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete the stored "
+            "run, or continue it with run.resume=auto."
         )
     if ledger is not None or _has_files(folder):
         _set_aside(folder)
@@ -270,7 +269,7 @@ def _set_aside(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != "run.lock":  # held by us
             path.rename(stale / path.name)
-    log.warning("%s was written by another process since; what this machine had of it is now in %s", folder, stale)
+    log.warning("another process has written %s since; this machine's files of it are now in %s", folder, stale)
 
 
 def _empty(folder: Path) -> None:

@@ -26,7 +26,8 @@ MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
 """Steps whose traces wait. Their groups stay in the object store until they are written."""
 CLOSE_TIMEOUT_S = 60.0
-"""Longest wait for the next record to be taken. Importing a service's library takes seconds, or many if busy."""
+"""Longest wait until the thread takes the next record. Importing a service's library takes seconds, more on a busy
+machine."""
 
 T = TypeVar("T", bound=Tracker)
 

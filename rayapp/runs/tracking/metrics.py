@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts: scalars from group summaries. docs/run-folder.md has their meanings and units.
 
 Also: `metrics.jsonl`, one line a step, on disk before the next step starts; pass@k of an evaluation, per data source or
-task; and `SignalWatch`, which tells whether a run's steps teach the policy anything.
+task; and `SignalWatch`, which counts steps that teach the policy nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
 
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Return shares of groups that teach nothing: all rewards equal, or no valid one."""
+    """Return shares of groups that teach nothing: all rewards equal, or no valid reward."""
     return {
         "groups/count": float(len(summaries)),
         "groups/zero_variance": float(np.mean([_has_equal_rewards(summary) for summary in summaries])),

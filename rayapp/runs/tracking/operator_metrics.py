@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """Its name in Prometheus."""
+        """Name in Prometheus."""
         return f"ray_{self.name}"
 
     @cached_property
@@ -85,36 +85,38 @@ METRICS: tuple[Metric, ...] = (
     _gauge("rl_phase_seconds", "timing_s/{phase}",
            "Seconds of the last step by phase; `step` is the whole", unit="s", is_zero_when_absent=True),
     _gauge("rl_idle_share", "idle/{role}",
-           "Share of the last step in which servers generated, or learners trained, nothing", unit="share"),
+           "Share of the last step in which servers generated nothing, or learners trained on nothing", unit="share"),
     _gauge("rl_staleness_steps", "staleness/{stat}",
-           "Optimizer steps between the weights that sampled and those that trained"),
+           "Optimizer steps between the weights that sampled and the weights that were trained"),
     _gauge("rl_groups", "ledger/{state}", "Groups by state; `ready` is the queue between rollouts and training"),
     _gauge("rl_queue_age_seconds", "queue/oldest_ready_s",
-           "How long the oldest finished group has waited for training", unit="s"),
-    _gauge("rl_weight_sync_seconds", "timing_s/weight_sync", "Until every server held the last weights", unit="s"),
+           "Wait of the oldest finished group for training", unit="s"),
+    _gauge("rl_weight_sync_seconds", "timing_s/weight_sync", "Time until every server had the last weights", unit="s"),
     _gauge("rl_weight_sync_bytes", "weight_sync/bytes", "Weights sent to each server", unit="bytes"),
-    _gauge("rl_failed_share", "failure/{cause}", "Trajectories of the last step that infrastructure failed, by cause",
+    _gauge("rl_failed_share", "failure/{cause}",
+           "Trajectories of the last step without a verdict, by cause (sandbox, engine, …)",
            unit="share", is_zero_when_absent=True),
     _gauge("rl_failed_share_10_steps", "rollout/failed_ratio_10_steps",
-           "The same over ten steps, all causes; past rollout.max_failed_ratio the run stops", unit="share"),
+           "Trajectories of the last ten steps without a verdict; above rollout.max_failed_ratio the "
+           "run stops", unit="share"),
     _counter("rl_tracker_failures_total", "tracking/failed", "Steps that a tracker failed to record"),
     # The sandbox pool, every few seconds.
     _gauge("rl_sandbox_leased", "sandbox/leased", "Sandboxes in use"),
     _gauge("rl_sandbox_waiting", "sandbox/waiting", "Callers that wait for a sandbox"),
     _gauge("rl_sandbox_wait_seconds", "sandbox/wait_{quantile}_s",
            "Wait for a sandbox, over the last 2048 leases", unit="s"),
-    _counter("rl_sandbox_fallbacks_total", "sandbox/fallbacks", "Leases that another provider had to serve"),
+    _counter("rl_sandbox_fallbacks_total", "sandbox/fallbacks", "Leases that a fallback provider served"),
     _gauge("rl_sandbox_alive", "sandbox/{provider}/alive", "Remote sandboxes that exist"),
-    _gauge("rl_sandbox_limit", "sandbox/{provider}/limit", "Sandboxes that the provider lets us have"),
+    _gauge("rl_sandbox_limit", "sandbox/{provider}/limit", "Sandboxes that the provider permits"),
     _counter("rl_sandbox_created_total", "sandbox/{provider}/created", "Sandboxes created"),
     _counter("rl_sandbox_failures_total", "sandbox/{provider}/failed_{cause}", "Creations that failed, by cause"),
     _counter("rl_sandbox_strays_total", "sandbox/{provider}/strays_ended",
-             "Sandboxes found at the provider that nobody knew of, and ended"),
+             "Stray sandboxes that were found at the provider and ended"),
     # Rollout workers, at every call.
     Metric(
         name="rl_sandbox_exec_seconds", kind="histogram", unit="s", labels=("provider",),
         buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-        help="Seconds of one call into a sandbox, as the worker saw it",
+        help="Seconds of one call into a sandbox, measured by the worker",
     ),
     # vLLM servers, every few seconds.
     _gauge("rl_server_running", "server/{server}/running", "Requests being decoded"),
@@ -122,9 +124,9 @@ METRICS: tuple[Metric, ...] = (
     _gauge("rl_server_kv_used_share", "server/{server}/kv_used", "Share of the KV cache in use", unit="share"),
     _counter("rl_server_prefix_queries_total", "server/{server}/prefix_queries",
              "Prompt tokens looked up in the prefix cache"),
-    _counter("rl_server_prefix_hits_total", "server/{server}/prefix_hits", "Prompt tokens found there"),
+    _counter("rl_server_prefix_hits_total", "server/{server}/prefix_hits", "Prompt tokens found in the prefix cache"),
     _counter("rl_server_preempted_total", "server/{server}/preempted",
-             "Requests thrown out and computed again, for want of KV cache"),
+             "Requests preempted because the KV cache was full, and computed again"),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 

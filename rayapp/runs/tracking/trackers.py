@@ -56,6 +56,8 @@ class RunTracker:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
+        self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
+        """Adds metrics to every step's, e.g. what the run has cost."""
         self._signal = SignalWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
@@ -76,7 +78,7 @@ class RunTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step to every tracker. Failures are logged once per tracker and counted in `tracking/failed`."""
-        metrics = dict(metrics) | {"tracking/failed": float(sum(self._num_failed.values()))}
+        metrics = {**metrics, **self.more_metrics(metrics)} | {"tracking/failed": float(sum(self._num_failed.values()))}
         for name, tracker in self._trackers.items():
             with self._guarded(name):
                 tracker.log(step, metrics)
@@ -94,7 +96,7 @@ class RunTracker:
     def _guarded(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # boundary: a tracker is never worth a run
+        except Exception as error:  # boundary: a failing tracker must not end the run
             if name not in self._num_failed:
                 kind = type(error).__name__
                 log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, kind, error)
@@ -143,8 +145,8 @@ def check_packages(chosen: Sequence[str]) -> None:
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"tracking.trackers names {', '.join(missing)}, but the package is not installed here: "
-            f"pip install {' '.join(missing)}, or leave it out"
+            f"tracking.trackers names {', '.join(missing)}, but the package is not installed: pip install "
+            f"{' '.join(missing)}, or remove the tracker"
         )
 
 

@@ -16,7 +16,7 @@ from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
 Curves = dict[str, dict[str, list[float]]]
-"""By metric: {"steps": [...], "values": [...]}."""
+"""{"steps": [...], "values": [...]}, by metric."""
 
 
 class Metrics:
@@ -119,27 +119,28 @@ MEANINGS = {
     "Reward by source": "Mean reward of each source of the run.",
     "Solved by source": "Share of completions that pass every test, for each source.",
     "Reward terms": "The named parts of the reward, each as its mean.",
-    "Verdicts": "How scoring ended, as shares: scored, timeout, no code, …",
-    "Evaluation": "The same numbers on the evaluation's prompts, with the new weights.",
+    "Verdicts": "Shares of the results of scoring: scored, timeout, no code, …",
+    "Evaluation": "Reward, tests passed and solved on the evaluation's prompts, with the new weights.",
     "Groups without signal": "Share of groups whose rewards are all equal (they teach nothing), or all invalid.",
     "Completion length": "Sampled tokens of a trajectory. A mean near the limit: completions are cut off.",
     "Groups without signal by source": "Share of groups that teach nothing, for each source.",
     "Completion length by source": "Mean sampled tokens of a trajectory, for each source.",
     "How trajectories ended": "Shares: completed, truncated (no tokens left), max turns, or an error.",
     "Failures": "Share of trajectories that a failed sandbox, engine or tool left without a reward.",
-    "Staleness": "Optimizer steps between the weights that sampled and those that trained; 0 in a synchronous run.",
-    "Entropy": "Spread of the policy's next token. Near 0 it writes the same text again and again.",
+    "Staleness": "Optimizer steps between the weights that sampled and those trained; 0 in a synchronous run.",
+    "Entropy": "Entropy of the policy's next token. Near 0 the policy writes the same text again and again.",
     "KL": "Distance of the policy from the weights that sampled, from the reference, and from the teacher.",
     "Clip share": "Share of tokens whose ratio the policy loss clips.",
     "Gradient norm": "Size of the gradient before clipping.",
-    "Loss": "The loss of the update. It need not fall: watch the reward.",
+    "Loss": "Loss of the update. It may rise while the policy improves: watch the reward.",
     "Demonstrations": "Cross-entropy of demonstrations in supervised steps: of trained rows, and of rows held out.",
     "Engine against learner": "Difference of the two probabilities of a sampled token; the mean should be below 0.01.",
     "Seconds of a step": "The step and its parts. Generating and scoring are parts of the rollout.",
     "Tokens per second": "Sampled tokens per second of the whole step, and of generating alone.",
+    "Cost": "What the run has cost so far, in the unit of budget.currency, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
-"""What each panel shows, by title: the tooltip of the page, the caption of the report."""
+"""Meaning of each panel, by title: the tooltip of the page, the caption of the report."""
 
 
 def _panel(section: str, title: str, *keys: str, **more: Any) -> Panel:
@@ -191,6 +192,7 @@ PANELS = (
         unit="tokens/s",
         floor=0.0,
     ),
+    _panel("Time", "Cost", "cost/total", "cost/*", floor=0.0),
     _panel("Time", "Weights", "weight_sync/export_s", "weight_sync/load_s", unit="s", floor=0.0),
 )
 

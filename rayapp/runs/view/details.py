@@ -3,7 +3,7 @@
 Texts are passed on unescaped, cut to the page's limit; the page inserts them as text, never as markup. Beside them:
 
 - Advantages, recomputed from the recorded rewards because the learner's own are not recorded. For GRPO they follow from
-  the group alone; for other estimators the page shows the reward minus the group's mean, and says so.
+  the group alone; for other estimators the page shows the reward minus the group's mean, with a note.
 - Differences between two completions, by line and within lines.
 - The text that each token adds, so that tokens can be coloured.
 """
@@ -154,13 +154,13 @@ _MAX_TOKENS_OF_A_CHARACTER = 12
 _REPLACEMENT = "\ufffd"
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """The methods of `tokenizers.Tokenizer` used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: TokenDecoder, ids: Sequence[int]) -> list[str]:
     """Return (T,) the text that each token adds; joined they give the whole text.
 
     Example: a character of three byte tokens gives ["", "", "€"].
@@ -238,7 +238,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
 
 
 def read_trajectory(
-    source: RunSource, step: int, group_id: int, index: int, tokenizer: Tokenizer | None
+    source: RunSource, step: int, group_id: int, index: int, tokenizer: TokenDecoder | None
 ) -> dict[str, Any]:
     """Return one trajectory with its turns.
 
@@ -264,7 +264,7 @@ def read_trajectory(
     }
 
 
-def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def turns_of(tokens: dict[str, Any], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
     """Split a trajectory into read and sampled parts, in order. A stretch of the mask between two forks is a turn.
 
     Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; sampled parts also list every token.
@@ -319,7 +319,7 @@ def _cut_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a text, and say how many characters are left out."""
+    """Cut a text, and note how many characters are left out."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}\n… {len(text) - max_chars:,} more characters"
 
 
@@ -340,7 +340,7 @@ def _read(
         # partitioning=None: "step=000007.parquet" looks like a folder of a partitioned data set.
         table = pq.read_table(path, filesystem=source.files, columns=list(columns), filters=filters, partitioning=None)
     except FileNotFoundError:
-        raise InputError(f"step {step} has no trajectories here") from None
+        raise InputError(f"step {step} has no recorded trajectories") from None
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} can't be read: {error}") from None
     rows: list[dict[str, Any]] = table.to_pylist()

@@ -169,7 +169,7 @@ class ViewedRun:
         }
 
     def tokenizer(self) -> Any | None:
-        """Return the tokenizer, or None. A run brings one when it ends, so the search is repeated."""
+        """Return the tokenizer, or None. A run writes its tokenizer when it ends, so each call searches again."""
         if self._tokenizer is None:
             model_path = str(_section(self.config(), "model").get("path", ""))
             self._tokenizer = load_tokenizer(self.source, model_path, self._tokenizer_path)

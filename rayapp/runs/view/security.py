@@ -75,7 +75,7 @@ class Guard:
             return PlainTextResponse("this page is read only", status_code=405)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if _is_sent_by_another_page(scope["path"], headers):
-            return PlainTextResponse("another site's page may not ask this one", status_code=403)
+            return PlainTextResponse("another site's page may not send requests to this page", status_code=403)
         if not self._token:
             if _host_name(headers.get("host", "")) in LOCAL_NAMES:
                 return None

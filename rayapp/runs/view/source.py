@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
-from rayapp.runs.compatibility import FORMAT_FILE, check_format_text
+from rayapp.runs.folder import FORMAT_FILE, check_format_text
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
@@ -123,7 +123,7 @@ class RunSource:
 
 
 MOST_RUNS = 30
-"""Most runs of a folder shown together, those written last."""
+"""Maximum number of runs of a folder to show; those written last are shown."""
 
 
 def run_uris(uri: str) -> list[str]:
@@ -161,7 +161,7 @@ def open_source(uri: str) -> RunSource:
     if source.stamp("config.yaml") is None and source.stamp("metrics.jsonl") is None and not source.step_files():
         raise InputError(
             f"{uri} is not a run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
-            "Give the folder of a run, e.g. outputs/coding_cpu, or one that holds runs, e.g. outputs"
+            "Give the folder of a run, e.g. outputs/coding_cpu, or a folder of runs, e.g. outputs"
         )
     version = source.read_bytes(FORMAT_FILE)
     if version is not None:

@@ -2,9 +2,9 @@
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote outlives the sandboxes that it serves: every execution is a fresh fork of it, so nothing of one lease reaches
-the next. Sandboxes live in this process; when it dies, its zygotes see their channel close and end everything that they
-started.
+A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of it, so
+nothing of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and end
+every process that they started.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxDeadlineError, SandboxQuotaError
 from rayapp.core.machine import num_cores
 from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.images.reference import is_image
+from rayapp.sandbox.images.source import ImageSource
+from rayapp.sandbox.images.store import Hold
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
 
 def locate(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return folders and files of these packages, with the library folder that a wheel puts beside one (numpy.libs).
+    """Return folders and files of these packages, with the library folder that a wheel puts beside a package
+    (numpy.libs).
 
     Files of their dependencies are found when the packages are imported (`inside/boot.py`).
 
     Raises:
-        SandboxConfigError: a package is not installed here.
+        SandboxConfigError: a package is not installed in this environment.
     """
     found: list[str] = []
     for package in packages:
@@ -48,13 +53,34 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 MAX_JOBS_PER_SLOT = 20_000
-"""Executions after which a zygote is replaced, so that no slow leak of ours or of CPython grows without bound."""
+"""Number of executions after which a zygote is replaced, so that a slow leak of memory has a bound."""
 LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
 LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
-"""Levels with a loopback, which needs a network namespace, strongest first."""
-_Kind = tuple[bool, tuple[str, ...]]
-"""Kind of a slot: whether it has a loopback, and its packages."""
+"""Isolation levels with a loopback, strongest first. A loopback needs a network namespace, so `ll` has none."""
+_Kind = tuple[bool, tuple[str, ...], tuple[int, int] | None]
+"""Kind of a slot: whether it has a loopback, its packages, and for images their user and group. A slot can run every
+image with this user."""
+
+
+@dataclass(slots=True)
+class _Living:
+    """A sandbox that was created and has not ended."""
+
+    sandbox: LocalSandbox
+    kind: _Kind
+    labels: dict[str, str]
+    hold: Hold | None
+    """Keeps the sandbox's image from eviction; None without an image."""
+
+
+def why_no_images(refused: Mapping[str, str]) -> str:
+    """Return why this node has no sandboxes on images, given the levels that it refused."""
+    steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
+    return (
+        f"this node's sandboxes can have no image as their root ({steps}): that takes user namespaces and Linux 5.11. "
+        "Allow them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
+    )
 
 
 class LocalProvider:
@@ -69,67 +95,76 @@ class LocalProvider:
         packages: tuple[str, ...] = (),
         max_slots: int | None = None,
         levels: tuple[str, ...] = LEVELS,
+        images: ImageSource | None = None,
     ) -> None:
         """
         Args:
             allow_unisolated: if the node has no isolation, run code with resource limits only; every result says so.
-            packages: preloaded in every sandbox, with those of its spec.
-            max_slots: sandboxes that live at once. None is one per core: with more, timeouts depend on each other.
+            packages: packages that every sandbox preloads, besides those of its spec.
+            max_slots: maximum number of sandboxes at once; None for one per core. With more, the running time of code
+                depends on other sandboxes.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
+            images: where images come from; None is the default cache.
         """
+        self._images = images or ImageSource()
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or num_cores()
         self._refused: dict[str, str] = {}
         self._idle: dict[_Kind, list[Slot]] = {}
-        self._living: dict[str, tuple[LocalSandbox, _Kind, dict[str, str]]] = {}
+        self._living: dict[str, _Living] = {}
         self._num_starting = 0
         self._is_closed = False
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Levels that this node did not offer, each with its failed step."""
+        """Levels that this node does not offer, each with its failed step."""
         return self._refused
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> LocalSandbox:
         self._check_can_create(spec)
-        kind = spec.loopback, tuple(sorted({*self._packages, *spec.packages}))
         self._num_starting += 1
+        hold: Hold | None = None
         try:
             async with asyncio.timeout(timeout_s):
+                hold = await self._images.hold(spec.template) if spec.template else None
+                kind = self._kind_of(spec, hold)
                 slot = self._take_idle(kind) or await self._start(kind)
         except TimeoutError:
-            raise SandboxDeadlineError(
-                f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
-            ) from None
+            raise SandboxDeadlineError(self._why_late(spec, hold, timeout_s)) from None
+        except BaseException:
+            if hold is not None:
+                hold.release()
+            raise
         finally:
             self._num_starting -= 1
-        if spec.own_root and not slot.level.startswith("ns"):
+        if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"this node's sandboxes ({slot.level}) have no root folder of their own, and Harbor's scripts need "
-                "/tests and /logs there: allow user namespaces, or use a remote provider"
+                f"code can write no files in this node's sandboxes ({slot.level}), and a repository with its tests "
+                "needs that: allow user namespaces, or use a remote provider"
             )
-        sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended)
-        self._living[sandbox.id] = (sandbox, kind, dict(labels))
+        image = hold.image if hold is not None else None
+        sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended, image)
+        self._living[sandbox.id] = _Living(sandbox, kind, dict(labels), hold)
         await sandbox.extend(ttl_s)
         return sandbox
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
-        for sandbox_id, (_, _, own) in tuple(self._living.items()):
-            if labels.items() <= own.items():
+        for sandbox_id, living in tuple(self._living.items()):
+            if labels.items() <= living.labels.items():
                 yield sandbox_id
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
         if sandbox_id in self._living:
-            await self._living[sandbox_id][0].kill(timeout_s=timeout_s)
+            await self._living[sandbox_id].sandbox.kill(timeout_s=timeout_s)
 
     async def close(self) -> None:
         self._is_closed = True
-        for sandbox, _, _ in tuple(self._living.values()):
-            await sandbox.kill(timeout_s=1.0)
+        for living in tuple(self._living.values()):
+            await living.sandbox.kill(timeout_s=1.0)
         for slots in self._idle.values():
             while slots:
                 slots.pop().close()
@@ -137,10 +172,10 @@ class LocalProvider:
     def _check_can_create(self, spec: SandboxSpec) -> None:
         if self._is_closed:
             raise SandboxConfigError("this provider is closed")
-        if spec.template:
+        if spec.template and not is_image(spec.template):
             raise SandboxConfigError(
-                f"template {spec.template!r}: the local provider builds and runs no images. Name a remote provider in "
-                "sandbox.providers, or leave template empty."
+                f"template {spec.template!r}: the local provider has no templates, only images, whose names begin with "
+                "image: (docs/sandboxes.md). Name a remote provider in sandbox.providers, or leave template empty."
             )
         if len(self._living) + self._num_starting >= self._max_slots:
             raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
@@ -154,9 +189,22 @@ class LocalProvider:
             slot.close()
         return None
 
+    def _kind_of(self, spec: SandboxSpec, hold: Hold | None) -> _Kind:
+        if hold is not None:
+            return spec.loopback, (), hold.image.user  # its packages are those of the image
+        return spec.loopback, tuple(sorted({*self._packages, *spec.packages})), None
+
+    def _why_late(self, spec: SandboxSpec, hold: Hold | None, timeout_s: float) -> str:
+        if spec.template and hold is None:
+            return f"{spec.template} was not pulled within {timeout_s:g} s; the pull goes on"
+        return f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
+
     async def _start(self, kind: _Kind) -> Slot:
-        with_loopback, packages = kind
-        levels = self._levels
+        with_loopback, packages, user = kind
+        levels, images = self._levels, None
+        if user is not None:
+            levels = tuple(level for level in levels if level.startswith("ns"))
+            images = {"trees": str(self._images.trees), "uid": user[0], "gid": user[1]}
         if with_loopback:
             levels = tuple(f"{level}+lo" for level in levels if f"{level}+lo" in LOOPBACK_LEVELS)
         paths = locate(packages)
@@ -164,9 +212,11 @@ class LocalProvider:
             if level in self._refused:
                 continue
             try:
-                return await Slot.start(level, packages=packages, paths=paths)
+                return await Slot.start(level, packages=packages, paths=paths, images=images)
             except BootError as error:
                 self._refused[level] = str(error)
+        if user is not None:
+            raise IsolationUnavailableError(why_no_images(self._refused))
         steps = "; ".join(f"{level}: {self._refused[level]}" for level in levels) or "none is built in"
         if with_loopback:
             raise IsolationUnavailableError(
@@ -181,8 +231,10 @@ class LocalProvider:
 
     def _ended(self, sandbox: LocalSandbox) -> None:
         """Reuse the slot of a sandbox that has ended, unless the slot is dead or worn."""
-        _, kind, _ = self._living.pop(sandbox.id)
-        slot = sandbox.slot
+        living = self._living.pop(sandbox.id)
+        kind, slot = living.kind, sandbox.slot
+        if living.hold is not None:
+            living.hold.release()
         if slot.is_alive and slot.num_jobs < MAX_JOBS_PER_SLOT and not self._is_closed:
             self._idle.setdefault(kind, []).append(slot)
         else:

@@ -9,15 +9,20 @@ import math
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
+from rayapp.sandbox.images.store import Image
+from rayapp.sandbox.local.inside import guest
+from rayapp.sandbox.local.inside.child import GUEST
 from rayapp.sandbox.local.levels.limits import MIB, Limits
 from rayapp.sandbox.local.levels.loopback import PORT
 from rayapp.sandbox.local.slot import Slot
 from rayapp.sandbox.loopback import Loopback
+from rayapp.sandbox.verdict import harness
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.results import (
     RawResult,
@@ -32,15 +37,38 @@ from rayapp.sandbox.verdict.results import (
 _CALLS_OUTPUT_BYTES = 65536
 
 
+def environment_of(image: Image) -> dict[str, str]:
+    """Return the environment of programs in an image."""
+    return {"HOME": image.home, **dict(image.env)}
+
+
+def working_folder(image: Image) -> str:
+    """Return the image's working folder; /app if it names none, so that relative files are not written to the root."""
+    return image.workdir if image.workdir != "/" else "/app"
+
+
+@cache
+def _harness_source() -> str:
+    return Path(harness.__file__).read_text()
+
+
 class LocalSandbox:
     """One local sandbox; calls run one at a time. See `rayapp.core.protocols.Sandbox`."""
 
     provider = "local"
 
-    def __init__(self, sandbox_id: str, slot: Slot, spec: SandboxSpec, on_end: Callable[[LocalSandbox], None]) -> None:
+    def __init__(
+        self,
+        sandbox_id: str,
+        slot: Slot,
+        spec: SandboxSpec,
+        on_end: Callable[[LocalSandbox], None],
+        image: Image | None = None,
+    ) -> None:
         self.id = sandbox_id
+        self._image = image
         self.slot = slot
-        """Public for the provider, which reuses it afterwards."""
+        """Slot that the sandbox leases; public because the provider reuses it when the sandbox has ended."""
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -49,12 +77,12 @@ class LocalSandbox:
 
     @property
     def isolation(self) -> str:
-        """Isolation level of the code."""
+        """Name of the isolation level of the code in this sandbox."""
         return self.slot.level
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`); SandboxConfigError if its spec has none."""
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: its spec has none."""
         # Use a copy: the sandbox may end, and close its own listener, while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
             raise SandboxConfigError(f"sandbox {self.id} has no loopback: its spec did not ask for one")
@@ -68,11 +96,11 @@ class LocalSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run code; see the protocol. If a stateful run is stopped, its session's names are lost."""
+        """Run code; see the protocol. If a stateful run is stopped, the session's variables are lost."""
         if (problem := code_problem(code)) is not None:
             return failure(problem, self.isolation)
-        answer = await self._run(
-            "script", (code,), timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin
+        answer = await self._run_python(
+            "session" if stateful else "script", (code,), timeout_s, max_output_bytes, home=True, stdin=stdin
         )
         read = session_result if stateful else script_result
         return await off_the_loop(len(answer.frames), lambda: read(answer, self.isolation))
@@ -84,20 +112,22 @@ class LocalSandbox:
         packed = encode_inputs(inputs)
         if (problem := code_problem(code)) is not None:
             return failed_calls(failure(problem, self.isolation), len(inputs))
-        answer = await self._run("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
+        answer = await self._run_python("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
         return await off_the_loop(len(answer.frames), lambda: call_report(answer, self.isolation, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run a command; see the protocol. Programs are those in /usr; at level ll they can't start others."""
+        """Run a command; see the protocol. It may be any program of the image, or without an image any program in /usr.
+        At level ll it can't start other programs."""
         if not argv or not all(type(part) is str for part in argv):
-            raise TypeError(f"a command is one text or more, not {argv!r}")
+            raise TypeError(f"argv must be a list of one or more strings, not {argv!r}")
         answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
         return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or lies in it.
+        """Write a file; see the protocol. The path is relative to the sandbox's own folder, or an absolute path in it.
+        With an image the path is relative to the image's working folder, or any absolute path.
 
         Raises:
             OSError: the path is outside that folder, or no space is left.
@@ -143,7 +173,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """End the sandbox when its time to live is over. No await: the slot ends at once, with any running call."""
+        """End the sandbox because its time to live is over. The slot ends at once, and so does a running call."""
         if not self._is_ended:
             self._is_ended = True
             self.slot.close()
@@ -152,7 +182,25 @@ class LocalSandbox:
     def _check_size(self, num_bytes: int) -> None:
         most = self._spec.disk_mib * MIB
         if num_bytes > most:
-            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes; its disk holds {most}")
+            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit: its disk holds {most}")
+
+    async def _run_python(
+        self,
+        kind: str,
+        given: tuple[object, ...],
+        timeout_s: float,
+        max_output_bytes: int,
+        *,
+        stdin: str = "",
+        home: bool = False,
+    ) -> RawResult:
+        """Run Python code in the image's own Python, or in a fork of the warm interpreter if there is none."""
+        is_session = kind == "session"
+        if self._image is None or not self._image.python:
+            kind = "script" if is_session else kind
+        else:
+            given, kind = guest.arguments(self._image.python, _harness_source(), kind, given), GUEST
+        return await self._run(kind, given, timeout_s, max_output_bytes, home=home, session=is_session, stdin=stdin)
 
     async def _run(
         self,
@@ -165,12 +213,15 @@ class LocalSandbox:
         home: bool = False,
         session: bool = False,
     ) -> RawResult:
-        job: Any = kind, dict(self._spec.env), given
+        image = self._image
+        folder = self._spec.workdir or working_folder(image) if image else ""
+        job: Any = kind, {**(environment_of(image) if image else {}), **dict(self._spec.env)}, given, folder
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,
             memory_mib=self._spec.memory_mib,
             disk_mib=self._spec.disk_mib,
             max_processes=self._spec.max_processes,
+            is_of_image=image is not None,
         )
         async with self._turn:
             self._check_alive()
@@ -184,6 +235,7 @@ class LocalSandbox:
                     max_output_bytes=max_output_bytes,
                     home=home,
                     session=session,
+                    image=image.tree if image else "",
                 )
             except SandboxDeadlineError:
                 raise

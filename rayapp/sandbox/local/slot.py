@@ -1,4 +1,4 @@
-"""One zygote seen from outside: starts it, sends it jobs and reads its answers. It never replaces a zygote.
+"""Provider's handle of one zygote: starts it, sends it jobs and reads its answers. It never replaces a zygote.
 
 Asyncio, one job at a time. Failures of the zygote are SandboxErrors; errors of the code are in the answer. A slot that
 raised is unusable: close it and start another.
@@ -24,11 +24,11 @@ from rayapp.sandbox.verdict.harness import HASH_SEED
 from rayapp.sandbox.verdict.results import RawResult
 
 GRACE_S = 5.0
-"""Seconds past a job's deadline, which the zygote keeps, after which an unresponsive zygote is killed."""
+"""Seconds after a job's deadline at which a zygote that has not answered is killed; the zygote enforces deadlines."""
 BOOT_TIMEOUT_S = 60.0
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
-"""LD_BIND_NOW: resolve libc's functions at the start, not in each child; it is not passed on to code.
-HASH_SEED: the same for every zygote; see `harness.HASH_SEED`."""
+"""Environment of a zygote. LD_BIND_NOW resolves libc's functions at the start, not in each child; candidate code does
+not get it. HASH_SEED is the same for every zygote; see `harness.HASH_SEED`."""
 _PROGRAM = (
     "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
 )
@@ -49,7 +49,7 @@ class Slot:
         self._channel = channel
         self._errors = errors
         self.num_jobs = 0
-        """Executions so far."""
+        """Number of executions so far."""
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._pending: asyncio.Future[Packet] | None = None
@@ -59,12 +59,22 @@ class Slot:
         self.level = ""
         self.uid = -1
         self.listener: socket.socket | None = None
-        """Accepts the loopback connections of programs in the sandbox, if the level has a loopback."""
+        """Socket that accepts the loopback connections of programs in the sandbox; None if the level has no
+        loopback."""
 
     @classmethod
-    async def start(cls, level: str, *, packages: tuple[str, ...] = (), paths: tuple[str, ...] = ()) -> Slot:
+    async def start(
+        cls,
+        level: str,
+        *,
+        packages: tuple[str, ...] = (),
+        paths: tuple[str, ...] = (),
+        images: Mapping[str, object] | None = None,
+    ) -> Slot:
         """Start a zygote and wait until it is ready.
 
+        Args:
+            images: fields of an `ImageView`, if its sandboxes have images as their roots.
         Raises:
             BootError: it can't enter this level on this node, or can't import a package.
             SandboxConfigError: it needs a copy of this Python, and no folder can hold one.
@@ -72,7 +82,7 @@ class Slot:
         python = await asyncio.to_thread(readable_python, packages, paths)
         slot = cls(*await asyncio.to_thread(_spawn, python))
         try:
-            settings: dict[str, object] = {"level": level, "code_path": CODE_PATH}
+            settings: dict[str, object] = {"level": level, "code_path": CODE_PATH, "images": images}
             wire.send(slot._channel, {**settings, "packages": packages, "paths": python.paths})
             header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
@@ -98,7 +108,7 @@ class Slot:
         return self._process.pid
 
     def cancel(self) -> None:
-        """Kill the running job, if any; its answer then says `killed`."""
+        """Kill the running job, if any; its answer then has the outcome `killed`."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"cancel": self.num_jobs})
 
@@ -112,7 +122,7 @@ class Slot:
         """Return a copy of the listener, without connections made by an earlier sandbox on this slot.
 
         Raises:
-            SandboxDeadlineError: the zygote does not end that sandbox's leftovers.
+            SandboxDeadlineError: the zygote does not end the processes of the earlier sandbox.
         """
         try:
             async with asyncio.timeout(GRACE_S):
@@ -140,12 +150,14 @@ class Slot:
         stdin: bytes = b"",
         home: bool = False,
         session: bool = False,
+        image: str = "",
     ) -> RawResult:
         """Execute one job.
 
         Args:
-            home: run in the sandbox's own folder, which lasts until `reset`; else in a fresh one.
-            session: run in the sandbox's long-lived process, which keeps names.
+            image: name of the tree that is the root folder; empty for the zygote's own view of this machine.
+            home: run in the sandbox's own folder, which lasts until `reset`; otherwise in a fresh folder.
+            session: run in the sandbox's long-lived process, which keeps variables between jobs.
 
         Raises:
             SandboxGoneError: the zygote died.
@@ -155,7 +167,7 @@ class Slot:
         await self._finish_cancelled()
         self.num_jobs += 1
         header: dict[str, object] = {"id": self.num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
-        header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
+        header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session, "image": image}
         try:
             self._send(header, job, *([stdin] if stdin else ()))
             reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)
@@ -164,7 +176,7 @@ class Slot:
         return _read_answer(reply, bodies, self.num_jobs)
 
     async def _finish_cancelled(self) -> None:
-        """Wait for the end of the last execution, if its call was cancelled and it is being killed."""
+        """Wait for the end of an execution that is being killed because its call was cancelled."""
         if self._pending is None:
             return
         try:
@@ -222,7 +234,7 @@ class Slot:
                 self._settle(packet)
 
     def _settle(self, outcome: Packet | BaseException) -> None:
-        """Pass the waiting caller an answer, or the error that explains why there is none."""
+        """Give the waiting caller its answer, or the error that is the reason why there is none."""
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             if isinstance(outcome, tuple):
@@ -237,13 +249,13 @@ class Slot:
         self.close()
 
     def close_and_explain(self) -> str:
-        """Close the slot and return the zygote's exit status and last words."""
+        """Close the slot. Returns a text with the zygote's exit status and the end of its error output."""
         self.close()
         said = wire.read_memory_file(self._errors)[-2000:].decode(errors="replace").strip() if self._errors >= 0 else ""
         return f"exit status {self._process.returncode}{', ' + said if said else ''}"
 
     def close(self) -> None:
-        """End the zygote and all it started. Idempotent."""
+        """End the zygote and all processes that it started. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -263,15 +275,19 @@ class Slot:
 
 
 def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Start the process; it inherits only the socket."""
+    """Start the zygote's process, which inherits only the socket.
+
+    Returns:
+        The process, this end of the socket, and a descriptor of its error output.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
     with theirs:
         ours.setblocking(False)
         program = _PROGRAM.format(path=CODE_PATH, descriptor=theirs.fileno())
-        # -s, -P and -S: like -I, which would ignore the hash seed; the environment holds nothing else of Python's.
-        # -X utf8: with so small an environment the locale would be C. -B only if this process has it; without -B a
-        # zygote caches bytecode of modules that only zygotes import. Once `boot` runs it writes nowhere.
+        # -s, -P and -S instead of -I, which would ignore the hash seed; the environment has no other variable of
+        # Python's. -X utf8: in so small an environment the locale would be C. -B only if this process has it: without
+        # -B, a zygote caches the bytecode of modules that only zygotes import. Once `boot` runs, it writes no files.
         keeps_nothing = ["-B"] if sys.dont_write_bytecode else []
         argv = [python.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
         try:
@@ -293,7 +309,7 @@ def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]
 
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
-    """Close the answer of a cancelled call, which has no reader."""
+    """Close the descriptors in the answer to a cancelled call: no caller reads them."""
     if abandoned.exception() is None:
         _close_all(abandoned.result()[1])
 

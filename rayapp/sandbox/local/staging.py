@@ -1,12 +1,12 @@
 """Copies a Python that only root can read to a folder that the sandboxes' users can read.
 
     /var/cache/rayapp/python-<hash>/bin/python3.12    the interpreter
-                                   /lib/python3.12    its library, and beside it the shared libraries that it links to
+                                   /lib/python3.12    its library; beside it the shared libraries that it links to
     /var/cache/rayapp/python-<hash>/numpy             packages that candidate code may import, with their dependencies
 
-Root's Python is often in root's home (pyenv, uv), unreadable for a zygote that has left root. The hash covers the
-originals' names, sizes and times, so an update makes another copy. A copy is made beside its place and renamed when
-complete: concurrent processes end up with one copy.
+Root's Python is often in root's home folder (pyenv, uv), and a zygote that has left root can't read it there. The hash
+covers the originals' names, sizes and times, so an updated Python gets another copy. A copy is made under a temporary
+name and renamed when it is complete, so that concurrent processes end up with one copy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rayapp.core.errors import SandboxConfigError
 
 CODE_PATH = str(Path(__file__).resolve().parents[3])
 FOLDERS = Path("/var/cache/rayapp"), Path("/tmp")
-"""Places for copies: the first writable folder is used."""
+"""Candidate folders for copies: the first writable one is used."""
 _LEFT_OUT = shutil.ignore_patterns("site-packages", "dist-packages", "test", "config-*")
-"""Parts of the standard library that candidate code never sees or needs."""
+"""Parts of a Python installation that are not copied: candidate code never sees or needs them."""
 _LOOK = """
 import json, sys
 sys.path.insert(0, {code_path!r})
@@ -51,7 +51,7 @@ class Python:
     paths: tuple[str, ...]
     """Folders and files of the packages to preload."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it needs to start."""
+    """Environment variables that the interpreter needs to start."""
 
 
 def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
@@ -62,7 +62,7 @@ def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python
         paths: their folders and files.
 
     Raises:
-        SandboxConfigError: there is no place for a copy, or another user's folder is there.
+        SandboxConfigError: no folder can hold the copy, or another user's folder has its name.
     """
     library = str(Path(os.__file__).parent)
     if os.geteuid() != 0 or all(map(_is_readable, (library, *paths))):
@@ -96,7 +96,7 @@ def _copied(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
 
 
 def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the library, shared libraries and packages that a zygote of the original would show."""
+    """Return the library, shared libraries and packages that a zygote of the original Python would show."""
     program = _LOOK.format(code_path=CODE_PATH, packages=packages, paths=paths)
     argv = [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", program]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
@@ -107,10 +107,10 @@ def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str]
 
 
 def staged(originals: Mapping[str, str]) -> Path:
-    """Return a folder with a copy of each file or folder, under its key; make the folder if it is missing.
+    """Return a folder with copies of these files and folders, by name in it; make the folder if it is missing.
 
     Raises:
-        SandboxConfigError: it can't be made, or another user's folder has its name.
+        SandboxConfigError: the folder can't be made, or another user's folder has its name.
     """
     place = _place(_hash_of(originals))
     if not _is_made(place):
@@ -129,7 +129,7 @@ def _hash_of(originals: Mapping[str, str]) -> str:
 
 
 def _files_of(path: str) -> Iterator[Path]:
-    """Yield the files to copy: all except bytecode, which appears as modules are imported."""
+    """Yield the files to copy: all except cached bytecode, which changes whenever a module is imported."""
     if not Path(path).is_dir():
         yield Path(path)
     for folder, names, files in os.walk(path):
@@ -149,8 +149,9 @@ def _place(name: str) -> Path:
         if os.access(folder, os.W_OK) and _is_readable(str(folder)):
             return folder / f"python-{name}"
     raise SandboxConfigError(
-        f"only root can read {sys.base_prefix}, and neither {' nor '.join(map(str, FOLDERS))} takes a copy for the "
-        "sandboxes: make one writable, or install Python where every user can read it, e.g. in /opt"
+        f"only root can read this Python ({sys.base_prefix}), and the sandboxes' copy can be written neither to "
+        f"{' nor to '.join(map(str, FOLDERS))}: make one of them writable, or install Python where every user can read "
+        "it, e.g. in /opt"
     )
 
 
@@ -178,7 +179,7 @@ def _make(place: Path, originals: Mapping[str, str]) -> None:
         os.sync()  # after a power loss the name must not exist without the files
         making.rename(place)
     except OSError as error:
-        if not _is_made(place):  # else another process was faster
+        if not _is_made(place):  # if a copy exists, another process was faster
             raise SandboxConfigError(f"Python can't be copied to {place} for the sandboxes: {error}") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)

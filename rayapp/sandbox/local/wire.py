@@ -1,7 +1,8 @@
 """Messages between a provider and its zygotes: one packet with a JSON header, and memfds with the bytes.
 
-Both ends are ours. Code, inputs and outputs travel in memfds, so that they never enter the memory of the zygote, from
-which the next execution is forked. Used by `slot.py` outside and by `zygote.py`; never by the process that runs code.
+Both ends are rayapp's own. Code, inputs and outputs travel in memfds, so that they never enter the memory of the
+zygote, which later executions are forked from. Used by `slot.py` outside and by `zygote.py`; never by the process that
+runs code.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from collections.abc import Iterator
 MAX_HEADER_BYTES = 32768
 _FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 MAX_BODIES = 2
-"""Most memfds in one message: the job and its standard input."""
+"""Maximum memfds in one message: the job and its standard input."""
 
 
 def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> None:
-    """Send a header, and file descriptors with it.
+    """Send a header together with file descriptors.
 
     Raises:
         BrokenPipeError, ConnectionError: the other end is gone.
     """
     packet = json.dumps(header, separators=(",", ":")).encode()
     if len(packet) > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
+        raise ValueError(f"the header has {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
     socket.send_fds(channel, [packet], bodies)
 
 
@@ -46,7 +47,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """Make a sealed memfd with these bytes: a writable one would be memory that no limit of the candidate covers."""
+    """Make a sealed memfd with these bytes: code could use a writable one as memory that no limit counts."""
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)
@@ -58,7 +59,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_memory_file(descriptor: int) -> bytes:
-    """Return all bytes of a memfd, wherever its offset is."""
+    """Return all bytes of a memfd, whatever its file offset is."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:
@@ -70,7 +71,7 @@ def read_memory_file(descriptor: int) -> bytes:
 
 
 def split_frames(raw: bytes) -> Iterator[bytes]:
-    """Yield the payloads of frames that `child.send` wrote; a cut or malformed tail is left out."""
+    """Yield the payloads of the frames that `child.send` wrote; leave out a truncated or malformed end."""
     at = 0
     while at + 4 <= len(raw):
         (size,) = struct.unpack_from("<I", raw, at)

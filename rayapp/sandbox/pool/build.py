@@ -1,7 +1,7 @@
 """Builds a sandbox pool and its suppliers from the configuration.
 
 `build_pool` serves the sandbox-pool actor. `open_pool` runs the same `LeasePool` and client inside the calling process,
-for programs without Ray (`rayapp score`, `rayapp mcp serve`, benchmarks).
+for programs without Ray (`rayapp score`, `rayapp sandbox serve`, benchmarks).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayapp.sandbox.providers.table import local_provider, num_local_sandboxes, 
 
 
 def labels_of(run_name: str) -> dict[str, str]:
-    """Return the labels of every remote sandbox of a run on this host."""
+    """Return the labels that every remote sandbox of a run on this host gets."""
     return {APP_LABEL: APP_NAME, RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
 
 
@@ -44,7 +44,7 @@ def build_pool(
     Args:
         run_name: value of the sandboxes' run label.
         providers: provider objects by name, instead of those of the configuration; for tests.
-        grace_s: seconds to wait for a provider past its own deadline.
+        grace_s: seconds to wait for a provider after its own deadline.
     Raises:
         SandboxConfigError: a provider's package or key is missing.
     """
@@ -68,7 +68,7 @@ def build_pool(
 
 @dataclass(slots=True)
 class _PoolBuilder:
-    """Ties stocks and pool together: stocks call the pool back, but the pool is built from them."""
+    """Builds stocks and pool, which refer to each other: the pool is built from stocks, and stocks call the pool."""
 
     config: SandboxConfig
     run_name: str
@@ -130,10 +130,11 @@ _TEND_EVERY_S = 5.0
 async def open_pool(
     config: SandboxConfig, name: str, *, local: SandboxProvider | None = None
 ) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
-    """Open a pool of this configuration with a client, for the length of a block; then end every sandbox.
+    """Open a pool of this configuration and a client while the block runs; then end every sandbox.
 
     Args:
-        name: label of the remote sandboxes, like a run's name. Must be unique: a pool ends leftovers of its name.
+        name: label of the remote sandboxes, like a run's name. It must be unique: a pool ends earlier sandboxes with
+            its name.
         local: provider of local sandboxes instead of the configuration's, closed with the pool; for tests.
     Raises:
         SandboxConfigError: a provider's package or key is missing.
@@ -174,7 +175,7 @@ async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
 
 
 class PoolHere:
-    """Calls a pool in this process; see `rayapp.sandbox.pool.client.Pool`."""
+    """Interface `client.Pool` to a pool in this process."""
 
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool

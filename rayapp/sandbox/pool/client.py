@@ -1,13 +1,13 @@
-"""A rollout worker's way to sandboxes: the pool grants leases, and the worker talks to the sandbox directly.
+"""A rollout worker's client of the sandbox pool: the pool grants leases, and the worker calls the sandbox directly.
 
     worker -- acquire/release --> pool                (permission and addresses: small and few)
        '---- code, inputs, outputs --> sandbox        (never through the pool)
 
-The pool makes and ends remote sandboxes; the worker attaches to the one it was lent. Local sandboxes are processes on
-the worker's node, so the worker owns them; the pool only limits how many run at once.
+The pool makes and ends remote sandboxes; the worker connects to the one that it leased. Local sandboxes are processes
+on the worker's node, so the worker owns them; the pool only limits how many run at once.
 
-A `LeasedSandbox` wraps the provider's sandbox and adds a second deadline over each call, the sandbox's fate for the
-pool, and in every result the names of providers that should have served first.
+A `LeasedSandbox` wraps the provider's sandbox. It adds a second deadline to each call, and reports the sandbox's fate
+to the pool. Every result names the preferred providers that were not available.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rayapp.sandbox.loopback import Loopback, loopback_of
 
 T = TypeVar("T")
 MARGIN_S = 65.0
-"""Seconds past a call's deadline after which the client stops waiting: longer than any provider's own deadline."""
+"""Seconds after a call's deadline at which the client stops waiting: longer than any provider's own deadline."""
 
 
 class LeasedSandbox:
@@ -45,8 +45,8 @@ class LeasedSandbox:
 
     Args:
         inner: the provider's sandbox.
-        fallback_from: providers that could not serve.
-        on_exec: called with the provider and the seconds of every execution, for the metrics.
+        fallback_from: preferred providers that were not available.
+        on_exec: function that is called with the provider and the seconds of every execution, for the metrics.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LeasedSandbox:
         return self._inner.provider
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
-        """Open the sandbox's loopback (`rayapp.sandbox.loopback`), if it has one; else raise SandboxConfigError."""
+        """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: the sandbox has none."""
         self.fate = Fate.DIRTY  # the relay stays in the sandbox
         return loopback_of(self._inner)
 
@@ -77,7 +77,7 @@ class LeasedSandbox:
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
         if stateful:
-            # Don't reuse it: names stay in the interpreter, where no check can see them.
+            # Don't reuse the sandbox: variables stay in the interpreter, where no check can see them.
             self.fate = Fate.DIRTY
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
@@ -133,10 +133,10 @@ class LeasedSandbox:
         except TimeoutError:
             self.fate = Fate.DIRTY
             raise SandboxDeadlineError(
-                f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s, its deadline: {timeout_s:g} s"
+                f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s to a call with timeout_s {timeout_s:g}"
             ) from None
         except asyncio.CancelledError:
-            # Don't reuse it: the call may still be running.
+            # Don't reuse the sandbox: the call may still be running.
             self.fate = Fate.DIRTY
             raise
 
@@ -152,12 +152,12 @@ _CLOSE_WAIT_S = 1.0
 
 
 class Pool(Protocol):
-    """The sandbox-pool actor's handle; in tests the actor's plain class."""
+    """Interface of the pool: in runs a handle of the sandbox-pool actor, otherwise `build.PoolHere`."""
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """Give a lease back, or withdraw a request that was not granted or has not arrived yet. Idempotent."""
+        """Return a lease, or withdraw a request that was not granted or has not arrived yet. Idempotent."""
         ...
 
     async def heartbeat(self, holder: str) -> None: ...
@@ -168,33 +168,33 @@ class PoolClient:
     """Leases sandboxes for this process; see `rayapp.core.protocols.SandboxSource`."""
 
     pool: Pool
-    """Grants leases."""
+    """Pool that grants the leases."""
     local: SandboxProvider | None
-    """Makes the sandboxes of this process; closed with this client."""
+    """Provider of this process's local sandboxes, closed with this client; None without local sandboxes."""
     _: KW_ONLY
     holder: str
-    """This caller's name in the pool."""
+    """Name of this caller in the pool."""
     ttl_s: float
     """Seconds after which a local sandbox ends by itself if it was not released."""
     remote: Mapping[str, RemoteProvider] = field(default_factory=dict)
-    """Providers by name, to attach to leased sandboxes; closed with this client."""
+    """Name -> provider, for connecting to leased sandboxes; closed with this client."""
     heartbeat_every_s: float = 10.0
     """Seconds between heartbeats to the pool."""
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None
-    """Called with the provider and the seconds of every execution, for the metrics."""
+    """Function that is called with the provider and the seconds of every execution, for the metrics."""
     create_timeout_s: float = 90.0
-    """Longest wait for a sandbox that this process makes itself, even if its caller would wait longer."""
+    """Maximum wait for a sandbox that this process makes itself, in seconds, even if its caller would wait longer."""
     retry_every_s: float = 2.0
-    """Seconds between attempts to give a lease back while the pool does not answer."""
+    """Seconds between attempts to return a lease while the pool does not answer."""
     _heart: asyncio.Task[None] | None = field(default=None, init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
-        """Lease a sandbox for the length of an `async with` block."""
+        """Return a context manager that leases a sandbox while its block runs."""
         return PoolLease(self, spec, timeout_s)
 
     async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, LeasedSandbox]:
-        """Return a lease and its sandbox. If the sandbox can't be made, the lease is given back."""
+        """Return a lease and its sandbox. If the sandbox can't be made, the lease is returned to the pool."""
         if self._heart is None:
             self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self.holder}")
         lease = await self._lease(spec, timeout_s)
@@ -207,19 +207,19 @@ class PoolClient:
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self.on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
-        # Choose the id here: the lease can then be given up even if its grant never arrives.
+        # Choose the id in the client, so that it can return the lease even if the pool's answer never arrives.
         lease_id = secrets.randbits(62)
         try:
             return await self.pool.acquire(self.holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         except SandboxError:
-            raise  # the pool's own answer: there is no lease
+            raise  # the pool itself refused the lease
         except (RayappError, asyncio.CancelledError):
-            # Give the lease up: the pool may still grant it, or has done so, and no caller would use or return it.
+            # Return the lease: the pool may have granted it or may still do so, and no caller would use or return it.
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
             raise
 
     async def _give_back(self, lease_id: int, fate: Fate) -> None:
-        """Give a lease back; if the pool does not answer, retry in the background."""
+        """Return a lease to the pool; if the pool does not answer, retry in the background."""
         try:
             await self.pool.release(lease_id, fate)
         except (DeadlineError, ProcessUnavailableError) as error:
@@ -255,14 +255,14 @@ class PoolClient:
         maker = self.local if lease.provider == "local" else remote
         if lease.connection is not None or maker is None:
             raise SandboxConfigError(
-                f"the pool lent a sandbox of {lease.provider}, which {self.holder} has no access to: both must "
-                "run with the same sandbox.providers"
+                f"the pool leased a sandbox of {lease.provider}, but {self.holder} has no such provider: pool and "
+                "worker must have the same sandbox.providers"
             )
         wait_s = min(timeout_s, self.create_timeout_s)
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Give the lease back, after ending a local sandbox: in the other order one sandbox too many would run."""
+        """Return the lease. A local sandbox is ended before: in the other order, one sandbox too many could run."""
         fate = sandbox.fate
         try:
             if lease.connection is None:
@@ -278,15 +278,19 @@ class PoolClient:
             try:
                 await self.pool.heartbeat(self.holder)
             except RayappError as error:
-                # Only log: if the pool is gone, the next lease fails and its caller gets the error.
+                # Only log the error: if the pool is gone, the next lease fails and its caller gets the error.
                 log.warning("%s: the sandbox pool does not answer: %s", self.holder, error)
             await asyncio.sleep(self.heartbeat_every_s)
 
-    async def close(self) -> None:
-        """End every sandbox of this process. Idempotent."""
+    def rest(self) -> None:
+        """Stop the heartbeats until the next lease. Call it only while this client has no lease."""
         if self._heart is not None:
             self._heart.cancel()
             self._heart = None
+
+    async def close(self) -> None:
+        """End every sandbox of this process. Idempotent."""
+        self.rest()
         if self._late:
             await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
         for late in self._late:
@@ -298,7 +302,7 @@ class PoolClient:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PoolLease:
-    """One lease as a context manager; see `rayapp.core.protocols.SandboxLease`."""
+    """Context manager of one lease; see `rayapp.core.protocols.SandboxLease`."""
 
     client: PoolClient
     spec: SandboxSpec

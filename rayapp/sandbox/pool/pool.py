@@ -1,11 +1,11 @@
 """Grants leases of sandboxes: fairly, bounded in number, each with a deadline and a time to live.
 
-    acquire -> queue -> (a ready sandbox | a place in the holder's own process) -> Lease -> release -> reuse or end
-                 |  nothing ready: Stock.create, as fast as the provider allows
-                 '  provider can't serve: the next one in order, and the lease says so
+    acquire -> queue -> (a ready sandbox | permission to make a local one) -> Lease -> release -> reuse or end
+                 |  no sandbox ready: Stock.create, as fast as the provider allows
+                 '  provider not available: the next one in order, noted in the lease
 
-Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. The pool grants permission and carries no data:
-code and outputs go from a worker to its sandbox directly, so the pool is never the bottleneck.
+Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. The pool only grants leases: code and outputs go
+from a worker to its sandbox directly, so the pool is not a bottleneck.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Turn = asyncio.Future[Lease]
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Callers that want the same kind of sandbox."""
+    """Queue of the callers that wait for the same kind of sandbox."""
 
     queue: FairQueue[tuple[str, int, Turn]]
-    """Items are (holder, id of the lease, turn)."""
+    """Waiting callers as (holder, id of the lease, turn)."""
     used_at: float
     """Time of the last request for this kind."""
     demand: Demand
     num_wanted_ready: int = 0
-    """Sandboxes to make ahead of demand, set by `prefetch`."""
+    """Number of sandboxes to make ahead of demand, set by `prefetch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,26 @@ class LeasePool:
     """Grants at most `max_leases` leases at a time."""
 
     max_leases: int
-    """Leased sandboxes at once, over all suppliers."""
+    """Maximum number of leases at once, over all suppliers."""
     max_waiting: int
-    """Longest queue: callers that wait at once."""
+    """Maximum number of callers that wait at once."""
     ttl_s: float
     """Seconds after which a lease that was not released is reclaimed."""
     sources: Sequence[Supplier] = ()
-    """Suppliers in order of preference; without any, `max_leases` places in the holders' own processes."""
+    """Suppliers in order of preference. Without any, holders make up to `max_leases` sandboxes in their own
+    processes."""
     min_ready: int = 0
-    """Sandboxes kept ready for each kind in use."""
+    """Number of sandboxes to keep ready for each kind in use."""
     holder_timeout_s: float = float("inf")
     """Seconds without a heartbeat after which a holder counts as dead."""
     idle_timeout_s: float = 300.0
     """Seconds without a request after which no sandboxes of a kind are kept ready."""
     is_ahead: bool = False
-    """Keep as many sandboxes ready as were lately in use at once, for the next step."""
+    """True to keep as many sandboxes ready for the next step as were recently in use at once."""
     clock: Callable[[], float] = time.monotonic
-    """Monotonic seconds."""
+    """Function that returns monotonic seconds."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
-    """Lease ids from a random start: a pool that replaces a dead one must not reuse ids that callers still hold."""
+    """Lease ids, from a random start: a pool that replaces a dead pool must not reuse ids that callers still hold."""
     _leases: dict[int, _Held] = field(default_factory=dict)
     _turns: dict[int, Turn] = field(default_factory=dict)
     _given_up: dict[int, None] = field(default_factory=dict)
@@ -96,11 +97,11 @@ class LeasePool:
         """Wait for this caller's turn and return its lease.
 
         Args:
-            lease_id: chosen at random by a caller in another process: with it `release` can give the lease up before
-                its grant has arrived, or when the grant was lost on the way.
+            lease_id: id for the lease, chosen at random by a caller in another process. With it the caller can release
+                the lease even if the pool's answer is late or lost.
         Raises:
             SandboxUnavailableError: no sandbox was free within timeout_s, or too many callers wait already.
-            SandboxConfigError: waiting can't help.
+            SandboxConfigError: no provider can ever make such a sandbox.
         """
         self._check_open()
         self.reclaim_expired()
@@ -119,7 +120,8 @@ class LeasePool:
                 return self._granted(turn, started_at)
             if self._num_waiting > self.max_waiting:
                 raise SandboxUnavailableError(
-                    f"{self._num_waiting - 1} callers wait for a sandbox already, the limit is sandbox.max_waiting"
+                    f"{self._num_waiting - 1} callers wait for a sandbox already, the maximum (sandbox.max_waiting): "
+                    "raise it"
                 )
             # timeout() instead of wait_for, which on 3.11 swallows a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):
@@ -140,7 +142,7 @@ class LeasePool:
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
-        """Take back the caller's place in the queue, or the lease if it was granted at the same moment."""
+        """Remove the caller from the queue, or take back the lease if it was granted at the same moment."""
         if lane.queue.remove(holder, key):
             self._num_waiting -= 1
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -148,14 +150,14 @@ class LeasePool:
 
     def _why_none(self, timeout_s: float) -> str:
         text = (
-            f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self.max_leases} leased, "
-            f"{self._num_waiting} waiting. Raise sandbox.max_leases or lower the tasks' timeout_s."
+            f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self.max_leases} are leased, and "
+            f"{self._num_waiting} callers wait. Raise sandbox.max_leases, or lower the tasks' timeout_s."
         )
         errors = [f"{s.supply.name}: {s.supply.last_error}" for s in self.sources if s.supply.last_error]
         return f"{text} Last failures: {'; '.join(errors)}" if errors else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """Give a lease back, or stop waiting for it. Idempotent, also after the lease was reclaimed."""
+        """End a lease, or the wait for it. Idempotent, also after the lease was reclaimed."""
         held = self._leases.pop(lease_id, None)
         if held is None:
             self._withdraw(lease_id)
@@ -171,7 +173,7 @@ class LeasePool:
     def _withdraw(self, lease_id: int) -> None:
         turn = self._turns.get(lease_id)
         if turn is None:
-            # release() may arrive before acquire(): remember the id, because no caller would use that lease.
+            # release() may arrive before acquire(): remember the id, and refuse the lease when acquire() arrives.
             self._given_up[lease_id] = None
             if len(self._given_up) > _GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
@@ -179,23 +181,23 @@ class LeasePool:
             turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was cancelled while its caller waited"))
 
     def heartbeat(self, holder: str) -> None:
-        """Note that the holder lives."""
+        """Record that the holder is alive."""
         self._heard_of[holder] = self.clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
-        """Make this many sandboxes ready ahead of a burst; 0 cancels the request."""
+        """Make this many sandboxes before they are needed; 0 cancels the request."""
         self._lane(spec).num_wanted_ready = num_ready
         self.pump()
 
     def reclaim_expired(self) -> int:
         """Take back leases past their time to live. Returns their number."""
         now = self.clock()
-        # Leases are in the order of their grants and all last equally long: stop at the first that has time left.
+        # Leases are in the order of their grants and last equally long: stop at the first that has not expired.
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
 
     def reclaim_of(self, *holders: str) -> int:
-        """Take back all leases of callers that are gone, and their places in the queue. Returns how many leases."""
+        """Take back all leases of dead callers, and remove them from the queue. Returns the number of leases."""
         for holder in holders:
             # Forget all holders before any lease is free: otherwise a lease could go to a caller that is gone.
             self._heard_of.pop(holder, None)
@@ -211,7 +213,7 @@ class LeasePool:
                     turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders that sent no heartbeat for too long. Returns their number."""
+        """Take back the leases of holders without a recent heartbeat. Returns the number of leases."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 
@@ -222,9 +224,9 @@ class LeasePool:
         return len(lease_ids)
 
     def pump(self) -> None:
-        """Grant every lease that can be granted and start missing sandboxes. Called after every event; never waits."""
+        """Grant every lease that can be granted, and start missing sandboxes. Called after every event; never waits."""
         if self._is_closed:
-            # A closing pool makes nothing: each sandbox that ends makes room, which would be filled again.
+            # A closing pool makes no sandboxes: each sandbox that ends would be replaced.
             return
         is_progress = True
         while is_progress and self._num_waiting and len(self._leases) < self.max_leases:
@@ -245,13 +247,13 @@ class LeasePool:
                 self._grant(lane, source, item, tuple(skipped))
                 return True
             if supply.is_usable:
-                # The provider is only busy: callers move on when a provider can't serve, not when it is full.
+                # The provider is only full: callers wait for a full provider, and leave only one that fails.
                 return False
             skipped.append(supply.name)
         return False
 
     def _drop_gone(self, lane: _Lane) -> None:
-        # Skip callers that gave up: they stay in the queue until their own task runs again.
+        # Skip callers that no longer wait: they stay in the queue until their own task runs again.
         while lane.queue and lane.queue.first()[2].done():
             lane.queue.pop()
             self._num_waiting -= 1
@@ -276,7 +278,7 @@ class LeasePool:
         turn.set_result(lease)
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
-        """Start sandboxes for waiting callers and the stock. Returns seconds until there may be more to start."""
+        """Start sandboxes for waiting callers and for the stock. Returns the seconds until more may be started."""
         num_ahead = lane.demand.num_ahead if self.is_ahead else 0
         num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
@@ -286,7 +288,8 @@ class LeasePool:
                 return nap_s
             num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
             if supply.is_on_trial:
-                # Create one on trial: while the next provider serves, no caller would notice that this one works again.
+                # Create one sandbox as a trial: otherwise a provider that works again would not be noticed, because
+                # callers use the next one.
                 num_missing = max(num_missing, 1)
             if num_missing > 0 and not supply.has_room:
                 self._make_room(source, spec)
@@ -298,12 +301,12 @@ class LeasePool:
                 source.stock.create(spec)
             if is_usable:
                 return nap_s
-            # A provider in trouble gets only its trial creation; meanwhile the next provider serves the callers.
+            # A failing provider gets only the trial creation; meanwhile callers use the next provider.
             num_wanted = len(lane.queue)
         return nap_s
 
     def _make_room(self, source: Supplier, spec: SandboxSpec) -> None:
-        """Retire an idle sandbox of a kind that no caller waits for, to make room for a kind in demand."""
+        """End an idle sandbox of a kind that no caller waits for, to make room for a kind in demand."""
         for item in source.supply.idle_items():
             lane = self._lanes.get(item.spec)
             if item.spec != spec and (lane is None or not lane.queue) and source.stock is not None:
@@ -321,14 +324,14 @@ class LeasePool:
     def _lane(self, spec: SandboxSpec) -> _Lane:
         lane = self._lanes.get(spec)
         if lane is None:
-            # Half the idle timeout: with the whole, demand would recreate sandboxes that were just retired.
+            # Use half the idle timeout: with all of it, the forecast would recreate sandboxes that were just ended.
             demand = Demand(window_s=self.idle_timeout_s / 2, clock=self.clock)
             lane = self._lanes[spec] = _Lane(FairQueue(), self.clock(), demand)
         lane.used_at = self.clock()
         return lane
 
     def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
-        """Fail every caller that waits for this kind: waiting longer can't help."""
+        """Fail every caller that waits for this kind of sandbox, because it can never be made."""
         lane = self._lanes.get(spec)
         while lane is not None and lane.queue:
             _, _, turn = lane.queue.pop()
@@ -337,8 +340,8 @@ class LeasePool:
                 turn.set_exception(error)
 
     def tend(self) -> None:
-        """Do the housekeeping, every few seconds: dead holders, expired leases, sandboxes to extend or to end."""
-        self.reclaim_silent()  # first: expired leases could go to dead holders
+        """Reclaim leases of dead holders and expired leases, extend or end sandboxes. Called every few seconds."""
+        self.reclaim_silent()  # first, because expired leases could go to dead holders
         self.reclaim_expired()
         self._forget_unused_lanes()
         for source in self.sources:
@@ -353,7 +356,8 @@ class LeasePool:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:
-        """End every sandbox and refuse all waiting callers. Returns ids that could not be ended. Idempotent."""
+        """End every sandbox and refuse all waiting callers. Returns the ids of sandboxes that could not be ended.
+        Idempotent."""
         if self._is_closed:
             return set()
         self._is_closed = True

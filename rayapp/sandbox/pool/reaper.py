@@ -1,7 +1,7 @@
-"""Ends the sandboxes of runs that are gone: on the command line, and automatically when a run's heartbeat stops.
+"""Ends the sandboxes of dead runs: on the command line, and automatically when a run's heartbeats stop.
 
-    Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until nothing is listed -> done
-                                    '-> dismiss: the pool has ended everything itself
+    Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until no sandbox is listed -> done
+                                    '-> dismiss: the pool has ended its sandboxes itself
 
 `rayapp sandbox reap` and the sandbox-reaper actor use it. It selects sandboxes only by their labels.
 """
@@ -23,25 +23,25 @@ _MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """One sandbox, or one provider that could not be listed."""
+    """Result for one sandbox, or for a provider whose sandboxes could not be listed."""
 
     provider: str
     sandbox_id: str
-    """Empty if the provider could not be listed."""
+    """Id of the sandbox; empty if the provider's sandboxes could not be listed."""
     ended: bool
     error: SandboxError | None = None
     """Reason why the sandbox was not ended; None if it was."""
 
 
 def labels_to_reap(run_name: str | None) -> dict[str, str]:
-    """Return the labels of one run's sandboxes; without a name, of all sandboxes of this application."""
+    """Return the labels that select one run's sandboxes; without a name, all sandboxes that rayapp made."""
     return {RUN_LABEL: run_name} if run_name is not None else {APP_LABEL: APP_NAME}
 
 
 async def reap(
     providers: Mapping[str, SandboxProvider], labels: Mapping[str, str], *, dry_run: bool = False
 ) -> AsyncIterator[Reaped]:
-    """End every sandbox with these labels. A failing provider is reported, not raised."""
+    """End every sandbox with these labels, and yield the results. A failing provider is a result, not an exception."""
     for name, provider in providers.items():
         try:
             found = [sandbox_id async for sandbox_id in provider.list(labels)]
@@ -67,14 +67,14 @@ class Reaper:
     """Watches one run, and ends its sandboxes when it dies."""
 
     providers: Mapping[str, SandboxProvider]
-    """Remote providers by name; closed when done."""
+    """Name -> remote provider; closed at the end."""
     _: KW_ONLY
     grace_s: float
-    """Seconds of silence after which the run counts as dead. Longer than any pause of a living run."""
+    """Seconds without a heartbeat after which the run counts as dead: longer than any pause of a living run."""
     pause_s: float = 1.0
-    """Pause after the first sweep; doubled after each."""
+    """Pause after the first sweep, in seconds; it doubles after each sweep."""
     clock: Callable[[], float] = time.monotonic
-    """Monotonic seconds."""
+    """Function that returns monotonic seconds."""
     _labels: dict[str, str] = field(default_factory=dict)
     _heard_at: float = field(init=False)
     _is_dismissed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,16 +83,17 @@ class Reaper:
         self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """Note that the run lives; its sandboxes carry these labels. The pool beats before its first creation."""
+        """Record a heartbeat of the run, whose sandboxes have these labels. The first one precedes the first
+        sandbox."""
         self._labels = dict(labels)
         self._heard_at = self.clock()
 
     def dismiss(self) -> None:
-        """Note that the run has ended normally: there is nothing left to do."""
+        """Record that the run has ended normally, so that `watch` ends without a sweep."""
         self._is_dismissed.set()
 
     async def watch(self) -> int:
-        """Wait until the run ends normally, or is dead and its sandboxes are gone. Returns how many were ended."""
+        """Wait until the run ends normally, or until it is dead and its sandboxes are ended. Returns their number."""
         ended: set[str] = set()
         try:
             while await self._falls_silent():
@@ -112,7 +113,7 @@ class Reaper:
         return self._left_s <= 0 and not self._is_dismissed.is_set()
 
     async def _falls_silent(self) -> bool:
-        """Wait for silence (True) or dismissal (False), whichever comes first."""
+        """Wait until the heartbeats stop (returns True) or the run is dismissed (returns False)."""
         while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
@@ -124,10 +125,11 @@ class Reaper:
     async def _sweep(self, ended: set[str]) -> None:
         """End the run's sandboxes, in several rounds: a provider that fails now may work in a minute.
 
-        A run that was only stopped (a debugger, a suspended machine) keeps what it has left once it is heard again.
+        If heartbeats resume (the run was only paused, by a debugger or a suspended machine), the sweep stops, and the
+        run keeps its remaining sandboxes.
         """
         pause_s = self.pause_s
-        # Do nothing without labels: the run made no sandbox, and an empty selector would match all users' sandboxes.
+        # Without labels the run has made no sandbox, and an empty selector would match all users' sandboxes.
         for _ in range(_ROUNDS if self._labels else 0):
             found = [each async for each in reap(self.providers, self._labels)]
             ended.update(each.sandbox_id for each in found if each.ended)

@@ -1,16 +1,22 @@
-"""Makes one provider's remote sandboxes for the pool, keeps them alive, and ends every one.
+"""Makes one provider's remote sandboxes for the pool, keeps them alive, and ends them.
 
     create -> READY -> LEASED -> (CHECKING -> READY) -> ENDING -> gone
-                 sweep: end living sandboxes that are not known here
+                 sweep: end living sandboxes that this stock does not know
 
-Every call has a deadline of this module, whatever the provider promises. A sandbox whose creation is answered too late
-is adopted or killed. Nothing raises into the pool: failures are counted by kind and change `Supply`'s limits.
+Every call has its own deadline in this module, in addition to the provider's. A sandbox whose creation is answered too
+late is adopted or killed. Failures don't raise into the pool: they are counted by kind and change `Supply`'s limits.
+
+`fingerprint` checks that a used sandbox looks as it did when it was new, before it is leased again: processes, and
+files where its user may write. The check program runs in the sandbox, so a candidate that controls the interpreter
+there can make it lie. Therefore sandboxes serve once unless `max_uses` says otherwise, and verdicts never rest on a
+sandbox's claims.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,8 +32,68 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
-from rayapp.sandbox.pool.cleanliness import fingerprint
 from rayapp.sandbox.pool.supply import StockItem, StockState, Supply
+
+_LOOK = r"""
+import hashlib, itertools, os, stat
+own = {os.getpid(), os.getppid()}
+seen = []
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) not in own:
+        try:
+            line = open(f"/proc/{name}/cmdline", "rb").read().replace(b"\0", b" ").decode("utf-8", "replace")
+            parent = int(open(f"/proc/{name}/stat").read().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if line and parent not in own and "rayapp-" not in line:
+            seen.append(f"process {name} {line}")
+
+def files_below(root):
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(n for n in names if n not in ("__pycache__", ".cache") and not n.startswith("rayapp-"))
+        for file in files:
+            path = os.path.join(folder, file)
+            try:
+                info = os.lstat(path)
+            except OSError:
+                continue
+            if not file.startswith("rayapp-"):
+                yield f"file {path} {info.st_size} {info.st_mtime_ns} {stat.filemode(info.st_mode)}"
+
+roots = {os.path.expanduser("~"), "/tmp", "/var/tmp", "/dev/shm", os.getcwd()}
+found = (line for root in sorted(roots) for line in files_below(root))
+seen += itertools.islice(found, MOST_FILES)
+# More than are looked at: never the same again, so this sandbox serves once.
+is_whole = next(found, None) is None
+look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).hexdigest()
+print("look:" + (look if is_whole else os.urandom(32).hex()))
+"""
+MOST_FILES = 50_000
+"""Maximum files of a sandbox that is checked. A sandbox with more is used once: reading its disk would take longer than
+making another sandbox."""
+_ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
+
+
+def look_program(most_files: int) -> str:
+    """Return the source of the check program, which prints `look:` and 64 hex digits."""
+    return _LOOK.replace("MOST_FILES", str(most_files))
+
+
+async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
+    """Return a hash of the processes and files in a sandbox. With more than MOST_FILES files it differs at every call.
+
+    Raises:
+        SandboxError: the check failed.
+    """
+    result = await sandbox.run_code(look_program(MOST_FILES), timeout_s=timeout_s)
+    found = _ANSWER.search(result.stdout)
+    if not result.ok or found is None:
+        raise SandboxProtocolError(
+            f"sandbox {sandbox.id} could not be checked for leftovers: exit status {result.exit_code}, "
+            f"{result.error[:200]}"
+        )
+    return found.group(1)
+
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
@@ -48,9 +114,9 @@ class StockRules:
     min_ready: int
     max_uses: int
     kill_timeout_s: float = 20.0
-    """Deadline for ending a sandbox: `answer_within_s` of the provider."""
+    """Deadline for ending a sandbox, in seconds: `answer_within_s` of the provider."""
     grace_s: float = GRACE_S
-    """Seconds past a provider object's own deadline after which the stock stops waiting for it."""
+    """Seconds after the provider's own deadline at which the stock stops waiting for an answer."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -58,23 +124,25 @@ class Stock:
     """One provider's remote sandboxes, from creation to end."""
 
     supply: Supply
-    """State of this provider's sandboxes; shared with the pool."""
+    """State of this provider's sandboxes, shared with the pool."""
     provider: RemoteProvider
     rules: StockRules
     _: KW_ONLY
     labels: Mapping[str, str]
-    """Labels of every sandbox made here; with them sandboxes are found again when everything else is lost."""
+    """Labels of every sandbox that this stock makes. Sandboxes can be found by their labels even if the pool dies."""
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Function that returns monotonic seconds."""
     on_change: Callable[[], None]
-    """Called when a sandbox became ready or room was made."""
+    """Function that is called when a sandbox is ready or there is room for another."""
     on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]
-    """Called when creating this kind can never work."""
+    """Function that is called when a kind of sandbox can never be made."""
     num_created: int = 0
     num_ended: int = 0
     num_strays_ended: int = 0
     num_soiled: int = 0
     num_late: int = 0
+    _lived_s: float = 0.0
+    _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
@@ -96,7 +164,7 @@ class Stock:
             self._spawn(self._end(item), "end a sandbox")
 
     def give_back(self, item: StockItem, *, is_clean: bool) -> None:
-        """Check a sandbox whose lease ended for the next lease, or end it."""
+        """Take back a sandbox whose lease ended: check it for the next lease, or end it."""
         item.num_uses += 1
         if is_clean and item.num_uses < self.rules.max_uses and not self._is_closing:
             item.state = StockState.CHECKING
@@ -142,7 +210,7 @@ class Stock:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Wrap a provider call: count every exception of its SDK and raise it as a SandboxError."""
+        """Context manager for a call of the provider: count exceptions, and raise each as a SandboxError."""
         try:
             yield
         except SandboxError:
@@ -164,6 +232,7 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
+        self.lived_s()  # before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.created()
@@ -219,11 +288,19 @@ class Stock:
             await self._kill(sandbox_id)
             self.num_ended += 1
         except SandboxError as error:
-            # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it in the end.
+            # Leave the sandbox: a sweep tries again to end it, and finally the provider's own time limit does.
             self.supply.note(error, "kill")
         finally:
+            self.lived_s()
             self.supply.items.pop(sandbox_id, None)
             self.on_change()
+
+    def lived_s(self) -> float:
+        """Return the seconds that all sandboxes of this stock have lived so far, together. Providers bill them."""
+        now = self.clock()
+        self._lived_s += len(self.supply.items) * (now - self._counted_at)
+        self._counted_at = now
+        return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
         """End a sandbox by id, with a few attempts.
@@ -236,7 +313,7 @@ class Stock:
                 async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
                     await self.provider.kill(sandbox_id, timeout_s=self.rules.kill_timeout_s)
                 return
-            except Exception as error:  # boundary: a provider's SDK may raise anything; the last is raised
+            except Exception as error:  # boundary: a provider's SDK may raise anything; the last error is raised
                 if attempt == _KILL_ATTEMPTS - 1:
                     raise SandboxError(f"sandbox {sandbox_id} could not be ended: {error}") from error
             await asyncio.sleep(0.1 * 4**attempt)
@@ -259,7 +336,7 @@ class Stock:
         """Return the fingerprint of a sandbox.
 
         Raises:
-            SandboxError: the check failed. The caller must go on: a sandbox left CHECKING counts but serves no lease.
+            SandboxError: the check failed. The caller must change the sandbox's state: CHECKING ones are never leased.
         """
         with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
@@ -268,7 +345,7 @@ class Stock:
         """Extend the sandboxes in use, and end surplus ones. Called every few seconds.
 
         Args:
-            kinds_in_use: kinds of which `min_ready` sandboxes are kept.
+            kinds_in_use: kinds of which `min_ready` sandboxes are kept ready.
         """
         now = self.clock()
         for item in tuple(self.supply.items.values()):
@@ -276,7 +353,7 @@ class Stock:
                 item.state in (StockState.READY, StockState.LEASED)
                 and item.expires_at - now < self.rules.sandbox_ttl_s / 2
             ):
-                # Set before the answer comes, so that the next round does not ask again meanwhile.
+                # Set this before the answer arrives, so that the next call of `tend` does not extend it again.
                 item.expires_at = now + self.rules.sandbox_ttl_s
                 self._spawn(self._extend(item), "extend a sandbox")
         for item in self.supply.idle_items():
@@ -296,13 +373,13 @@ class Stock:
                 self.retire(item)
 
     async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
-        """Compare the living sandboxes at the provider with the known ones, and end strays.
+        """End living sandboxes at the provider that this stock does not know.
 
         Args:
-            labels: labels of the sandboxes to compare; default: this pool's labels.
-            stray_after_s: seconds unknown after which a sandbox is ended; default: longer than any creation takes.
+            labels: labels that select the sandboxes; None for this pool's labels.
+            stray_after_s: seconds for which a sandbox may be unknown; None for longer than any creation takes.
         Returns:
-            Number of strays that were ended.
+            Number of sandboxes that were ended.
         """
         patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.items)
@@ -357,7 +434,7 @@ class Stock:
 
     async def _end_all(self, deadline: float) -> set[str]:
         """End the sandboxes that the provider lists until it lists none. Returns the ids that may be left."""
-        # Go by the provider's list: sandboxes whose creation reply was lost are unknown here.
+        # Use the provider's list: this stock does not know sandboxes whose creation was never answered.
         left = {"an unknown number: they could not be listed"} if self._has_asked else set()
         for is_last in (*[False] * _CLOSE_ROUNDS, True):
             try:
@@ -379,7 +456,7 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Supplier:
-    """One provider in the pool's order of preference. Without a stock, holders make its sandboxes (`local`)."""
+    """One provider in the pool's order of preference. Without a stock, holders make the sandboxes (`local`)."""
 
     supply: Supply
     stock: Stock | None = None

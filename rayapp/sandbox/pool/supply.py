@@ -1,7 +1,7 @@
-"""State of one provider: its sandboxes, how many it may have, and whether to ask for more now.
+"""State of one provider: its sandboxes, their maximum number, and whether another may be created now.
 
-Pure bookkeeping, no I/O: `stock.py` makes and ends sandboxes by these rules, `pool.py` decides which caller gets one.
-A circuit breaker decides when to leave a failing provider alone, and for how long.
+No I/O: `stock.py` makes and ends sandboxes by these rules; `pool.py` decides which caller gets a sandbox. A circuit
+breaker stops calls to a failing provider for a while.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class CircuitBreaker:
     whose outcome closes or reopens the breaker.
 
     Args:
-        failures: number of failures in a row that open it.
-        cooldown_s: length of the first opening; doubled with each failed trial, up to ten minutes.
-        clock: monotonic seconds.
-        rng: jitter of the pauses, so that many pools do not come back at the same moment.
+        failures: number of failures in a row that open the breaker. cooldown_s: seconds for which the breaker stays
+        open at first; doubled with each failed trial, up to ten minutes. clock: function that returns monotonic
+        seconds. rng: source of jitter for the pauses, so that many pools do not retry at the same moment.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while no call may be made."""
+        """True while calls are not allowed."""
         return self._open_until is not None and self._clock() < self._open_until
 
     @property
@@ -57,17 +56,18 @@ class CircuitBreaker:
 
     @property
     def reopens_in_s(self) -> float:
-        """Seconds until a call may be made; 0 if one may be made now."""
+        """Seconds until a call is allowed; 0 if it is allowed now."""
         return max(0.0, self._open_until - self._clock()) if self._open_until is not None else 0.0
 
     def succeeded(self) -> None:
-        """Note that a call succeeded: close the breaker and forget past failures."""
+        """Record that a call succeeded: close the breaker and forget past failures."""
         self._num_failed = 0
         self._open_until = None
         self._next_cooldown_s = self._cooldown_s
 
     def failed(self) -> float:
-        """Note that a call failed. Returns seconds until the next: exponential, with jitter, while closed."""
+        """Record that a call failed. Returns the seconds until the next call; while closed they grow exponentially,
+        with jitter."""
         was_on_trial = self.is_on_trial
         self._num_failed += 1
         if was_on_trial or (self._open_until is None and self._num_failed >= self._failures):
@@ -78,26 +78,26 @@ class CircuitBreaker:
 
 
 class StockState(StrEnum):
-    """Stage in the life of a remote sandbox."""
+    """State of a remote sandbox."""
 
     READY = "ready"
     LEASED = "leased"
     CHECKING = "checking"
-    """Released, and being checked before it may serve again."""
+    """Released, and being checked before it may be leased again."""
     ENDING = "ending"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StockItem:
-    """One remote sandbox."""
+    """One remote sandbox in the pool."""
 
     connection: Connection
     spec: SandboxSpec
     expires_at: float
-    """Time at which the provider ends it unless it is extended. On the pool's clock, in seconds."""
+    """Time, in seconds on the pool's clock, at which the provider ends the sandbox unless it is extended."""
     idle_since: float
     fingerprint: str = ""
-    """Fingerprint taken when the sandbox was new; empty if it serves once."""
+    """Fingerprint (`cleanliness.py`) of the new sandbox; empty if the sandbox is used only once."""
     num_uses: int = 0
     state: StockState = StockState.READY
 
@@ -110,14 +110,14 @@ class Supply:
     """Name of the provider."""
     _: KW_ONLY
     max_sandboxes: int
-    """Most sandboxes alive at once."""
+    """Maximum number of sandboxes alive at once."""
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Function that returns monotonic seconds."""
     bucket: TokenBucket | None = None
-    """None, like the breaker, if holders make sandboxes in their own processes (`local`): only places are counted."""
+    """Rate limit of creations. It and the breaker are None for `local`: holders make these sandboxes themselves."""
     breaker: CircuitBreaker | None = None
     cooldown_s: float = 30.0
-    """Seconds after reaching a quota until one more sandbox is tried."""
+    """Seconds after a quota was reached at which one more sandbox is tried."""
     items: dict[str, StockItem] = field(default_factory=dict)
     num_creating: Counter[SandboxSpec] = field(default_factory=Counter)
     num_places_taken: int = 0
@@ -134,12 +134,12 @@ class Supply:
 
     @property
     def is_local(self) -> bool:
-        """True if a lease is only a place in the holder's process and this supply makes nothing."""
+        """True if holders make the sandboxes in their own processes, so that this supply only counts them."""
         return self.bucket is None
 
     @property
     def num_alive(self) -> int:
-        """Sandboxes that count against the provider's quota, including those being made or ended."""
+        """Number of sandboxes that count against the provider's quota, including those being made or ended."""
         return len(self.items) + self.num_creating.total() + self.num_places_taken
 
     @property
@@ -157,19 +157,19 @@ class Supply:
 
     @property
     def is_on_trial(self) -> bool:
-        """True if the cool-down after failures is over and one trial creation is due."""
+        """True if the cool-down after failures is over, so that one trial creation is due."""
         return self.breaker is not None and self.breaker.is_on_trial and self.num_creating.total() == 0
 
     @property
     def is_usable(self) -> bool:
-        """False if callers should turn to the next provider instead of waiting for this one."""
+        """False if callers should use the next provider instead of waiting for this one."""
         if self.breaker is not None and (self.breaker.is_open or self.breaker.is_on_trial):
             return False
         return self.bucket is None or (self.limit > 0 and self.bucket.wait_s() <= self.cooldown_s)
 
     @property
     def has_place(self) -> bool:
-        """True if a place in a holder's process can be lent now; only one place during the trial after failures."""
+        """True if a holder may make a local sandbox now. During the trial after failures, only one holder may."""
         if not self.is_local or not self.has_room or (self.breaker is not None and self.breaker.is_open):
             return False
         return self.is_usable or not self.has_trial_place
@@ -183,14 +183,14 @@ class Supply:
         return self.bucket.take()
 
     def next_chance_s(self) -> float:
-        """Return the seconds until `may_create` can change by itself."""
+        """Return the seconds until `may_create` can become true by the passing of time."""
         if self.bucket is None or self.breaker is None:
             return float("inf")
         grows_in_s = self._grow_at - self.clock() if self._ceiling < self.max_sandboxes else 0.0
         return max(self.bucket.wait_s(), self.breaker.reopens_in_s, 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
-        """Note that the provider's quota is reached: keep to the current number, and try one more after a while."""
+        """Record that the provider's quota is reached: limit the number to the current one, and later try one more."""
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.items))
         self._grow_at = self.clock() + self.cooldown_s
@@ -201,12 +201,12 @@ class Supply:
         self.last_error = f"{type(error).__name__}: {error}"
 
     def lend_place(self) -> None:
-        """Count a place as lent: its holder makes the sandbox itself."""
+        """Count a local sandbox that a holder is going to make."""
         self.num_places_taken += 1
         self.has_trial_place = not self.is_usable
 
     def return_place(self, *, was_made: bool) -> None:
-        """Count a place as returned; `was_made` is False if the holder could not make the sandbox."""
+        """Count a local sandbox as ended. `was_made` is False if the holder could not make the sandbox."""
         self.num_places_taken -= 1
         self.has_trial_place = False
         if self.breaker is not None:
@@ -216,7 +216,7 @@ class Supply:
                 self.breaker.failed()
 
     def created(self) -> None:
-        """Note that a creation succeeded."""
+        """Record that a creation succeeded."""
         if self.breaker is not None:
             self.breaker.succeeded()
 
@@ -230,7 +230,7 @@ class Supply:
         self._ready.setdefault(item.spec, deque()).append(item)
 
     def take_ready(self, spec: SandboxSpec) -> StockItem | None:
-        """Return the sandbox that has waited longest, now leased; None if none is ready."""
+        """Return the sandbox that has been ready for the longest time, and mark it as leased; None if none is ready."""
         waiting = self._ready.get(spec)
         if not waiting:
             return None
@@ -241,7 +241,7 @@ class Supply:
         return item
 
     def withdraw(self, item: StockItem) -> None:
-        """Remove a sandbox from the ready ones, so that it is not leased any more."""
+        """Remove a sandbox from the ready ones, so that it is not leased again."""
         waiting = self._ready.get(item.spec)
         if waiting and item in waiting:
             waiting.remove(item)

@@ -1,10 +1,10 @@
 """The pool's queue, its forecast of demand, and its metrics.
 
-`FairQueue`: holders take turns, and each holder's callers are served in their order; a worker that asks for a thousand
-sandboxes at once does not delay the others. `Demand` predicts that the next step uses as many sandboxes of a kind at
-once as the last one did:
+`FairQueue`: holders take turns, and each holder's callers are served in their order, so a worker that requests a
+thousand sandboxes at once does not delay the others. `Demand` predicts that the next step uses as many sandboxes of a
+kind at once as the last step did:
 
-    step: in use 0 1 2 … 32 … 3 0 -> training -> the next step finds 32 ready instead of asking for 32
+    step: in use 0 1 2 … 32 … 3 0 -> training -> the next step finds 32 sandboxes ready
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Demand:
-    """The largest number in use at once, remembered for one to two windows.
+    """Maximum number of sandboxes in use at once, over the last one to two windows.
 
     Args:
-        window_s: longest duration of a step.
-        clock: monotonic seconds.
+        window_s: maximum duration of a step, in seconds.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, *, window_s: float, clock: Callable[[], float]) -> None:
@@ -34,19 +34,19 @@ class Demand:
         self._window_ends_at = clock() + window_s
 
     def taken(self) -> None:
-        """Note that one more is in use."""
+        """Record that one more sandbox is in use."""
         self._turn_over()
         self.num_in_use += 1
         self._peak = max(self._peak, self.num_in_use)
 
     def returned(self) -> None:
-        """Note that one less is in use."""
+        """Record that one sandbox less is in use."""
         self._turn_over()
         self.num_in_use -= 1
 
     @property
     def num_ahead(self) -> int:
-        """Number to have ready now; together with those in use it equals the recent peak."""
+        """Return the number of sandboxes to have ready now: the recent maximum minus those in use."""
         self._turn_over()
         return max(self._peak, self._peak_before) - self.num_in_use
 
@@ -64,10 +64,10 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by holder; `pop` goes round the holders. Operations take constant time, `remove_all` linear time."""
+    """Queue in which holders take turns. Operations take constant time, `remove_all` linear time."""
 
     def __init__(self) -> None:
-        # A dict as an ordered set: callers that give up leave from the middle.
+        # Ordered dicts instead of lists: callers that no longer wait are removed from the middle.
         self._waiting: OrderedDict[str, OrderedDict[int, T]] = OrderedDict()
         self._size = 0
 
@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def push(self, holder: str, key: int, item: T) -> None:
-        """Add an item under its own key, for `remove`."""
+        """Add an item with a key, by which `remove` finds it."""
         self._waiting.setdefault(holder, OrderedDict())[key] = item
         self._size += 1
 
@@ -138,12 +138,12 @@ class PoolStats:
         self._waits_s: deque[float] = deque(maxlen=_LAST_WAITS)
 
     def waited(self, seconds: float, *, is_fallback: bool) -> None:
-        """Note that a caller got its lease after this many seconds."""
+        """Record that a caller got its lease after this many seconds."""
         self._waits_s.append(seconds)
         self._num_fallbacks += is_fallback
 
     def scalars(self, *, num_leased: int, num_waiting: int, sources: Sequence[Supplier]) -> dict[str, float]:
-        """Return `sandbox/*` metrics; per provider `sandbox/<provider>/*`, including failures by kind."""
+        """Return the metrics `sandbox/*` and, per provider, `sandbox/<provider>/*` with failures by kind."""
         numbers = {
             "sandbox/leased": float(num_leased),
             "sandbox/waiting": float(num_waiting),
@@ -158,7 +158,7 @@ class PoolStats:
         return numbers
 
     def _percentile(self, share: float) -> float:
-        """Percentile of the waits by nearest rank; 0 before the first lease."""
+        """Return a percentile of the waits, by nearest rank; 0 before the first lease."""
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0
 
@@ -175,6 +175,7 @@ def _of(source: Supplier) -> dict[str, float]:
         f"{prefix}/limit": float(supply.limit),
         f"{prefix}/created": float(stock.num_created),
         f"{prefix}/ended": float(stock.num_ended),
+        f"{prefix}/lived_s": stock.lived_s(),
         f"{prefix}/strays_ended": float(stock.num_strays_ended),
         f"{prefix}/late": float(stock.num_late),
         f"{prefix}/soiled": float(stock.num_soiled),

@@ -3,7 +3,7 @@
     DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
 
 Sandboxes are ephemeral (deleted when they stop), have a time to live that runs in every state, and no network unless
-the configuration says so. Daytona's intervals are whole minutes: ours are rounded up.
+the configuration allows it. Daytona's intervals are whole minutes: rayapp's are rounded up.
 
 The channel runs programs as shell commands, and stateful code in the interpreter context that every sandbox has. Some
 SDK calls end as if successful when the connection is lost, so the channel checks results instead of relying on
@@ -33,10 +33,9 @@ from rayapp.core.errors import (
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.errors import DAYTONA, error_of
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.remote import Sink, run_session
-from rayapp.sandbox.providers.service import ServiceProvider
+from rayapp.sandbox.providers.service import DAYTONA, ServiceProvider, error_of
 from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ class DaytonaChannel:
                 text,
                 on_stdout=lambda message: out(message.output),
                 on_stderr=lambda message: err(message.output),
-                # Longer than our deadline and only a backup: closing the connection is what ends our wait.
+                # This limit is only a backup, longer than the call's own deadline, which closes the connection.
                 timeout=math.ceil(timeout_s) + 1,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -120,7 +119,7 @@ class DaytonaChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()
         await self._guard(sandbox.set_ttl(max(1, math.ceil(ttl_s / 60)), request_timeout=timeout_s), "set_ttl")
-        # Daytona also stops it after that long without activity.
+        # Daytona also stops a sandbox that has had no activity for its time to live.
         await self._guard(sandbox.refresh_activity(request_timeout=timeout_s), "refresh_activity")
 
     async def kill(self, *, timeout_s: float) -> None:
@@ -161,7 +160,7 @@ def sdk() -> ModuleType:
     for name in _NAMES:
         if find_spec(name) is not None:
             with warnings.catch_warnings():
-                # The older name warns about its age; the user does not choose here which one is installed.
+                # The older package warns that it is deprecated; this is not a choice of the user here.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return importlib.import_module(name)
     raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
@@ -264,7 +263,7 @@ class DaytonaService:
             try:
                 await self.kill(str(sandbox_id))
             except SandboxError:
-                # The sweep by label ends it next, or else its time to live.
+                # The sweep by label ends the sandbox later; if it fails, the time to live does.
                 return
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
@@ -273,14 +272,14 @@ class DaytonaService:
         try:
             async for found in self.client().list(query, request_timeout=timeout_s):
                 yield str(found.id)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise daytona_error(error, "list") from error
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         try:
             found = await self.client().get(sandbox_id, request_timeout=timeout_s)
             await found.delete(timeout=timeout_s)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             mapped = daytona_error(error, "delete")
             if not isinstance(mapped, SandboxGoneError):
                 raise mapped from error
@@ -293,7 +292,7 @@ class DaytonaService:
         """
         try:
             found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise daytona_error(error, "get") from error
         state = str(getattr(found.state, "value", found.state))
         if state != "started":

@@ -29,12 +29,12 @@ from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, S
 from rayapp.sandbox.leases import Connection
 
 Respond = Callable[[str], ExecResult | str]
-"""Returns the result of code; a string is the stdout of the result."""
+"""Function that returns the result of code; a string is the stdout of a successful result."""
 Call = Callable[[str, str, Sequence[object]], object]
-"""Returns the value for code, function name and arguments; an exception becomes the call's error."""
+"""Function of (code, function name, arguments) that returns a call's value; an exception becomes the call's error."""
 
 _REMEMBERED = 1000
-"""Calls kept in the records: in soak tests the pool's memory should be seen to grow, not this object's."""
+"""Maximum calls in the records, so that this object's memory does not grow in soak tests of the pool."""
 
 
 class FakeProvider:
@@ -65,13 +65,13 @@ class FakeProvider:
         self.respond: Respond = respond or (lambda code: "")
         self.call: Call = call or (lambda code, function, args: None)
         self.living: dict[str, dict[str, str]] = {}
-        """Labels by id."""
+        """Sandbox id -> labels."""
         self.created: list[str] = []
         self.killed: list[str] = []
         """Ids of the last _REMEMBERED killed sandboxes."""
         self.calls: Counter[str] = Counter()
         self.extended: dict[str, float] = {}
-        """Last ttl_s by id."""
+        """Sandbox id -> last ttl_s."""
         self.max_alive = max_alive
         self.is_closed = False
         self._latency_s = latency_s
@@ -94,7 +94,7 @@ class FakeProvider:
         self._scripted[method].append(None)
 
     def let_go(self) -> None:
-        """Let every hanging call go on, now and in future."""
+        """Let every hanging call continue, now and in future."""
         self._gate.set()
 
     def lose(self, sandbox_id: str) -> None:
@@ -112,7 +112,7 @@ class FakeProvider:
         self.created.append(sandbox_id)
         del self.created[:-_REMEMBERED]
         if self._fails():
-            # The sandbox exists but its creator never learns the id: the sweep has to find it.
+            # The sandbox exists, but its creator never gets the id: a sweep has to find it.
             raise SandboxDeadlineError("the reply to create was lost")
         return FakeSandbox(self, Connection(sandbox_id=sandbox_id))
 

@@ -123,12 +123,12 @@ class McpChannel:
         return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        # The watcher sets the spec's environment itself, so only the one argument that every server knows is needed.
+        # Pass only `cmd`, the argument that every server has: the watcher sets the spec's environment itself.
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
-        # Run it in a separate interpreter: the server's is a notebook's, which captures prints in its own way.
+        # Run the program in a separate interpreter: the server's own is a notebook kernel, which captures prints.
         code = (
             "import os, subprocess, sys\n"
             f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
@@ -240,7 +240,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
         raise SandboxDeadlineError(f"mcp: {url} did not answer within {timeout_s:g} s") from None
-    except Exception as error:  # boundary: as above
+    except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
         text = f"mcp: {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
         if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
             cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
@@ -263,8 +263,8 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but our
-    own report covers failed code: what is left is the sandbox."""
+    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but failed
+    code is in the watcher's report, so that a failure of the tool means a failed sandbox."""
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")

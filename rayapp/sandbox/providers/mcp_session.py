@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
 _MAX_EVENT_BYTES = 40 << 20
-"""Longest answer: a sandbox's largest report takes 14 MiB, and a server sends it as text and as structure."""
+"""Maximum size of an answer: the largest report takes 14 MiB, and a server sends it both as text and as structure."""
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
 _TIMEOUT = httpx2.Timeout(30.0, read=None, pool=None)
 Wrap = Callable[[httpx2.AsyncBaseTransport], httpx2.AsyncBaseTransport]

@@ -20,7 +20,7 @@ import zlib
 PIECE_BYTES = 32768
 """Bytes of a connection in one line: some servers drop lines of 64 KiB and more."""
 MOST_CONNECTIONS = 256
-"""Most connections carried at once; others wait."""
+"""Maximum connections that the relay carries at once; further ones wait."""
 
 Carried = tuple[asyncio.StreamWriter, asyncio.Event]
 """A connection, and an event that is set when relay.py has ended it."""

@@ -1,8 +1,8 @@
 """Rebuilds plain data from bytes that hostile code may have written. Called outside the sandbox.
 
 `decode_frames` never raises, and reads no more frames than an honest run writes, whatever the bytes: malformed results
-count as missing. Reading large results takes a second, so callers on an event loop use `off_the_loop`. Values are built
-here from JSON by exact type; no candidate object ever crosses.
+count as missing. Reading large results takes a second, so callers on an event loop use `off_the_loop`. Values are
+rebuilt from JSON by exact type; objects of the candidate never leave the sandbox.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rayapp.sandbox.verdict.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES
 
 T = TypeVar("T")
 _OTHER_FRAMES = 4
-"""Frames of an honest run in addition to one per call."""
+"""Number of frames that an honest run writes besides one per call."""
 _LITTLE_BYTES = 1 << 14
-"""Size that is decoded in less than ten milliseconds."""
+"""Maximum bytes that are decoded on the event loop: they take less than ten milliseconds."""
 _LEAVES = (type(None), bool, int, float, str)
 _write = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
 class Frames:
-    """Reports of the harness, or of a candidate in its name."""
+    """Decoded reports of the harness, or of a candidate that forged them."""
 
     is_defined: bool = False
     is_done: bool = False
@@ -45,24 +45,24 @@ def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
 
     Raises:
         TypeError: an argument is not plain data.
-        ValueError: nested too deep.
+        ValueError: an argument is nested too deeply.
     """
     return [_write(pack(list(args))) for args in inputs]
 
 
 def max_frames(num_calls: int) -> int:
-    """Return the number of frames read of one run: more than an honest run writes."""
+    """Return the maximum number of frames to read from one run: more than an honest run writes."""
     return num_calls + _OTHER_FRAMES
 
 
 async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
-    """Run `read` on output of hostile code, in a thread if the output is large, so that it can't block the loop."""
+    """Run `read`, which decodes output of hostile code; in a thread if the output is large, to not block the loop."""
     return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
 
 
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
-    """Decode frames in order, up to the first malformed one: an honest harness sends none. For the same reason a second
-    result for a call makes that call fail."""
+    """Decode frames in order, up to the first malformed one. An honest harness sends neither malformed frames nor two
+    results for a call: such a call counts as failed."""
     seen = Frames()
     for raw in islice(frames, max_frames(num_calls)):
         try:
@@ -74,7 +74,7 @@ def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
 
 
 def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallResult, ...]:
-    """Return exactly one result per input, in order."""
+    """Return exactly one result per call, in order; missing ones are failures with the reason `why_missing`."""
     missing = CallResult(ok=False, error=why_missing)
     return tuple(seen.calls.get(index, missing) for index in range(num_calls))
 
@@ -86,7 +86,7 @@ def _load(raw: bytes) -> list[object]:
         raise ValueError("frame has too many values")
     parsed = _read(raw.decode())
     if type(parsed) is not list:
-        raise ValueError("a frame is an array")
+        raise ValueError("a frame must be an array")
     return parsed
 
 
@@ -126,7 +126,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
     """Return the plain value that `harness.pack` encoded, without trusting the input.
 
     Raises:
-        ValueError, TypeError: `pack` did not write this.
+        ValueError, TypeError: `pack` can't have written this.
     """
     if depth > MAX_DEPTH + 1:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -140,7 +140,7 @@ def decode_value(packed: object, depth: int = 0) -> object:
     if isinstance(content, str):
         return _decode_text(tag, content)
     if not isinstance(content, list):
-        raise TypeError(f"content of {tag!r} has to be text or an array")
+        raise TypeError(f"the content of {tag!r} must be a string or an array")
     return _decode_container(tag, content, depth)
 
 
@@ -174,7 +174,7 @@ def _decode_container(tag: str, content: list[object], depth: int) -> object:
 
 def _pair(item: object, depth: int) -> tuple[object, object]:
     if not isinstance(item, list) or len(item) != 2:
-        raise ValueError("a dict is an array of pairs")
+        raise ValueError("a dict must be an array of pairs")
     return decode_value(item[0], depth + 1), decode_value(item[1], depth + 1)
 
 
@@ -184,9 +184,9 @@ def _check_size(built: int, sent: int) -> None:
 
 
 def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
-    """Parse a JSON object as a (tag, content) tuple: anything but a tagged value is refused while parsing."""
+    """Return a JSON object as a tuple (tag, content). Raises ValueError, during parsing, for any other object."""
     if len(pairs) != 1:
-        raise ValueError("an object holds one tag")
+        raise ValueError("an object must have exactly one tag")
     return pairs[0]
 
 
@@ -198,6 +198,6 @@ _read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).de
 
 
 def clean(text: str) -> str:
-    """Return the text as one printable line: it is shown to people and logged."""
+    """Return the text as one printable line, for people and logs."""
     text = text[: MAX_ERROR_CHARS + 100]
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,18 +1,18 @@
-"""Compares a value that came out of a sandbox with the expected one. Runs outside the sandbox; called by graders.
+"""Compares a value from a sandbox with the expected value. Runs outside the sandbox; called by graders.
 
-Type-exact, at every depth:
+Types must be equal at every depth:
 
 | expected | actual | equal |
 |---|---|---|
 | 1 | True, 1.0 | no: bool, int and float are three types |
 | [1, 2] | (1, 2) | no: list and tuple differ, set and list too |
-| nan | nan | yes, or no answer could ever match |
+| nan | nan | yes: otherwise no answer could match |
 | 0.0 | -0.0 | yes, as in Python; floats are otherwise compared bit for bit, without tolerance |
 | {"a": 1, "b": 2} | {"b": 2, "a": 1} | yes: order of dict and set does not count |
 | {1: "a"} | {True: "a"} | no: keys are compared by type too |
 
-Values are plain data rebuilt by `codec.decode_value`, so `==` on a leaf never runs foreign code. An actual value of any
-other type is unequal; nothing here raises because of it.
+Values are plain data that `codec.decode_value` rebuilt, so `==` on a leaf never runs foreign code. An actual value of
+any other type is unequal, and never causes an exception.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LEAVES = (bool, int, float, str, bytes, type(None))
 
 
 def equal(expected: object, actual: object) -> bool:
-    """Return True if both are the same plain data; see the table above.
+    """Return True if both values are the same plain data; see the table above.
 
     Raises:
-        TypeError: `expected` is not plain data: an error of the task.
+        TypeError: `expected` is not plain data, which is an error of the task.
     """
     kind = type(expected)
     if kind not in (*_LEAVES, list, tuple, set, dict):
-        raise TypeError(f"expected value of type {kind.__name__} can't be compared; tasks compare plain data only")
+        raise TypeError(f"the expected value has the type {kind.__name__}: only plain data can be compared")
     if type(actual) is not kind:
         return False
     if isinstance(expected, list | tuple):
@@ -52,18 +52,19 @@ def equal(expected: object, actual: object) -> bool:
 
 
 def same_value(actual: object, expected: object) -> bool:
-    """Compare in the graders' argument order: actual value first, expected value second."""
+    """Return `equal(expected, actual)`, with the graders' order of arguments: the actual value first."""
     return equal(expected, actual)
 
 
 def check_hashes(keys: Sequence[object]) -> None:
-    """Refuse keys made to collide: 100,000 multiples of 2**61 - 1 all hash to 0, and such a dict takes hours.
+    """Refuse keys that are made to collide: 100,000 multiples of 2**61 - 1 all hash to 0, and making a dict of them
+    takes hours.
 
     Raises:
         ValueError: more than 100 keys have the same hash.
     """
     if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
-        raise ValueError("keys collide")
+        raise ValueError("more than 100 keys have the same hash")
 
 
 def shown(value: object) -> str:
@@ -87,7 +88,7 @@ def _equal_dicts(expected: dict[object, object], actual: dict[object, object]) -
 
 
 def _token(key: object) -> object:
-    """Return a stand-in that is equal exactly if the keys are the same plain data; it keeps 1, True and 1.0 apart."""
+    """Return a hashable token that is equal exactly for equal plain data: 1, True and 1.0 have different tokens."""
     if isinstance(key, tuple):
         return ("tuple", *map(_token, key))
     if key != key:

@@ -1,10 +1,10 @@
-"""Runs candidate code and calls its function: the part that runs inside the sandbox, next to hostile code.
+"""Runs candidate code and calls its function. This module runs inside the sandbox, in one process with hostile code.
 
     payload (code, function, inputs) -> run_calls -> frames: defined | undefined | value i | raised i | done
 
-Self-contained (standard library only, no import from rayapp), so that a provider may also send its source to a remote
-sandbox. Its output is not trusted: the candidate shares this process and can write the same frames. The process holds
-no expected value, so forging frames gains nothing.
+The module is self-contained (standard library only, no import from rayapp), so that a provider can also send its source
+to a remote sandbox. Its output is not trusted: the candidate shares this process and can write the same frames. The
+process has no expected value, so forged frames don't help a candidate.
 
 A frame is one JSON array; `pack` encodes its values so that JSON keeps their Python types.
 """
@@ -17,27 +17,28 @@ import types
 from collections.abc import Callable, Sequence
 
 MAX_DEPTH = 100
-"""Nesting of one value. Deeper values are not answers but attacks on the reader."""
+"""Maximum nesting of one value: deeper values are attacks on the reader, not answers."""
 MAX_VALUE_BYTES = 1 << 20
-"""Size of one packed value."""
+"""Maximum size of one packed value."""
 MAX_NODES = 200_000
-"""Values in one frame. One byte of JSON can cost its reader 30 bytes of memory, so a byte limit alone is not enough."""
+"""Maximum number of values in one frame. One byte of JSON can take 30 bytes of memory, so a limit of bytes is not
+enough."""
 MAX_ERROR_CHARS = 500
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Environment of every interpreter that runs candidate code, and of those that it starts: the iteration order of a set
-of strings, and so a verdict, must not depend on the interpreter."""
+"""Environment variables of every interpreter that runs candidate code, and of interpreters that this one starts: the
+iteration order of a set of strings, and so a verdict, must not depend on the interpreter."""
 _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
 
-# Bound before candidate code runs, so that a candidate that patches json does not break its own answers.
+# Bind these functions before candidate code runs: a candidate that patches json should not break its own answers.
 _read = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed lacks it
 _escape = json.encoder.encode_basestring_ascii
 _encoder_type = json.encoder.c_make_encoder  # type: ignore[attr-defined]  # typeshed lacks it
 if _encoder_type is None:  # an interpreter without the C part of json
     _encode = json.JSONEncoder(separators=(",", ":")).iterencode
 else:
-    # Made once: `JSONEncoder.encode` makes a new encoder per call, and in a fork each costs pages to copy.
+    # Make the encoder once: `JSONEncoder.encode` makes one per call, and in a fork each costs pages to copy.
     _encode = _encoder_type(None, None, _escape, None, ":", ",", False, False, True)
 
 Emit = Callable[[bytes], None]
@@ -50,14 +51,14 @@ def pack(value: object, depth: int = 0) -> object:
     i big int in hex, f float, t tuple, s set, d dict as pairs, b bytes in hex.
 
     Raises:
-        TypeError: not plain data, subclasses included: an object that overrides `==` must not pass as a value.
-        ValueError: nested too deep, or too large.
+        TypeError: the value is not plain data. Instances of subclasses are not either: they may override `==`.
+        ValueError: the value is nested too deeply, or too large.
     """
     kind = type(value)
     if value is None or kind is bool:
         return value
     if kind in _SIZED and len(value) > MAX_VALUE_BYTES:  # type: ignore[arg-type]
-        # Check before encoding, which would take the time of the calls that follow.
+        # Check the size before encoding, which would use up the time of later calls.
         raise ValueError(f"the value takes more than {MAX_VALUE_BYTES} bytes")
     if kind is str:
         return value
@@ -99,7 +100,7 @@ def unpack(packed: object) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """Return the last line of a traceback (`ValueError: …`), whatever the exception's own `__str__` does."""
+    """Return the last line of a traceback (`ValueError: …`), even if the exception's own `__str__` fails."""
     try:
         text = str(error)
     except BaseException:  # boundary: the candidate's __str__
@@ -118,9 +119,9 @@ def frame(*parts: object) -> bytes:
 
 
 def define(code: str, name: str) -> dict[str, object]:
-    """Run code as a module of this name and return its names.
+    """Run code as a module of this name and return the module's global names.
 
-    A real module, because dataclasses and pickle look their module up in sys.modules.
+    The module is registered in sys.modules, because dataclasses and pickle look up their module there.
     """
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -132,7 +133,9 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
     """Define the code and call its function on each input; every result is sent before the next call begins.
 
     Args:
-        inputs: packed argument lists as JSON text, unpacked for each call, so that no call can change another's.
+        inputs: packed argument lists as JSON text. Each is unpacked just before its call, so that no call can change
+        the
+            arguments of another.
     """
     try:
         target = define(code, "candidate").get(function)
@@ -162,8 +165,9 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> 
 def main_names() -> dict[str, object]:
     """Return the names that a script starts with, in a new module `__main__`.
 
-    The script may import files of its folder, after all other modules: they can't replace Python's own. Their bytecode
-    is not cached: a cache is matched by size and second of the source, and an agent may edit faster than that.
+    The script may import files of its folder. The folder is last in the search path, so that its files can't replace
+    Python's modules. Their bytecode is not cached: Python detects a changed source by its size and time in whole
+    seconds, and an agent may edit a file twice in a second.
     """
     sys.dont_write_bytecode = True
     if sys.path[-1:] != [""]:
@@ -176,7 +180,7 @@ def main_names() -> dict[str, object]:
 def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
     """Run code as a script in `names` and return its exit status.
 
-    An uncaught exception is printed as Python would, and its last line is sent.
+    An uncaught exception is printed like Python does, and the traceback's last line is sent as a frame.
     """
     try:
         exec(compile(code, "<candidate>", "exec"), names)
@@ -204,7 +208,7 @@ def _print_traceback(error: BaseException) -> None:
     try:
         import traceback
 
-        # Leave our own frame out of the candidate's traceback.
+        # Leave this module's own frame out of the candidate's traceback.
         entries = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, entries)
     except BaseException:

@@ -1,8 +1,9 @@
-"""Makes the program that a remote sandbox runs, and reads the report that it prints. Pure.
+"""Makes the program that a remote sandbox runs, and reads the report that the program prints. No I/O.
 
-    job -> source(): one Python text (harness + watcher + job) -> any provider that runs Python -> stdout -> parse()
+    job -> source(): one Python text (harness + supervisor + watcher + job)
+        -> any provider that runs Python -> stdout -> find_report(), read_report()
 
-Reports are written next to hostile code: the type and size of every field are checked.
+Hostile code may have changed a report: the type and size of every field are checked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+from rayapp.core import supervisor
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.types import StopCause
 from rayapp.sandbox.verdict import harness, watcher
@@ -29,34 +31,35 @@ _SOURCE = """import sys
 sys.path[:] = [folder for folder in sys.path if folder]
 import base64, json, zlib
 parts = json.loads(zlib.decompress(base64.b64decode("{packed}")))
-harness, watcher = {{"__name__": "rayapp_harness"}}, {{"__name__": "rayapp_watcher"}}
-exec(compile(parts["harness"], "<harness>", "exec"), harness)
-exec(compile(parts["watcher"], "<watcher>", "exec"), watcher)
-watcher["main"](parts["job"], harness)
+names = {{name: {{"__name__": "rayapp_" + name}} for name in ("harness", "supervisor", "watcher")}}
+for name in names:
+    exec(compile(parts[name], "<" + name + ">", "exec"), names[name])
+names["watcher"]["main"](parts["job"], names["harness"], names["supervisor"])
 """
 KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
-"""Variables that an interpreter keeps from the sandbox's environment: none of Python's own."""
+"""Environment variables of the sandbox that the interpreter keeps; Python's own variables are not among them."""
 ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
-"""Variables added for the interpreter, with -s instead of -I, which would ignore the hash seed. The watcher passes only
-that seed on."""
+"""Environment variables added for the interpreter, which starts with -s: -I would ignore the hash seed. The watcher
+passes only the hash seed on."""
 _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
 _SPARE_CHARS = 1 << 16
 _MAX_INLINE_CHARS = 90_000
-"""Longest program in a command line: Linux allows 128 KiB per argument."""
+"""Maximum length of a program in a command line: Linux allows 128 KiB per argument."""
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
 
 def shell_command(program: str) -> str:
-    """Return the shell command that starts a program in an interpreter of its own."""
+    """Return the shell command that starts a program in a new Python interpreter."""
     return f"exec env -i {_ENV} python3 -s -c {shlex.quote(program)}"
 
 
 async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> str:
-    """Return `shell_command`; for a program too long for a command line, one that runs it from a file and removes that.
+    """Return the shell command that runs a program. If the program is too long for a command line, write it to a file,
+    and return a command that runs and removes this file.
 
     Args:
-        write: writes the program to this path in the sandbox.
+        write: function that writes the program to a path in the sandbox.
     """
     if len(program) <= _MAX_INLINE_CHARS:
         return shell_command(program)
@@ -66,22 +69,23 @@ async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> s
 
 
 def max_report_chars(num_bytes: int) -> int:
-    """Return the longest output of a program with a report of this size: each byte is encoded twice, in lines."""
+    """Return the maximum characters that a program prints for a report of this size, encoded twice and in lines."""
     return 2 * num_bytes + _SPARE_CHARS
 
 
 def new_nonce() -> str:
-    """Make the random mark of report lines, so that no other output is mistaken for a report."""
+    """Return a random mark for report lines, so that no other output is mistaken for a report."""
     return f"rayapp-{secrets.token_hex(12)}"
 
 
 def source(job: Job) -> str:
-    """Return the program for one job. Standard library only, Python 3.9 or newer.
+    """Return the program for one job. It needs Python 3.9 or newer and only the standard library.
 
     Args:
         job: see `watcher.main`.
     """
-    parts = {"harness": _text_of(harness.__file__), "watcher": _text_of(watcher.__file__), "job": dict(job)}
+    texts = {"harness": harness.__file__, "supervisor": supervisor.__file__, "watcher": watcher.__file__}
+    parts = {name: _text_of(path) for name, path in texts.items()} | {"job": dict(job)}
     packed = base64.b64encode(zlib.compress(json.dumps(parts).encode(), 1)).decode()
     return _SOURCE.format(packed=packed)
 
@@ -92,7 +96,7 @@ def _text_of(path: str) -> str:
 
 
 def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
-    """Return the JSON object between the marks; None if the output holds no complete one.
+    """Return the JSON object between the marks; None if the output has no complete report.
 
     Raises:
         SandboxProtocolError: the marked text is malformed.
@@ -111,16 +115,16 @@ def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
 
 
 def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult:
-    """Check every field of a report and return it.
+    """Check every field of a report, and return it as a RawResult.
 
     Raises:
         SandboxProtocolError: a field is malformed.
     """
     status, stopped = found.get("status"), found.get("stopped")
     if type(status) is not int or stopped not in ("", "timeout", "output"):
-        raise SandboxProtocolError(f"the sandbox's report makes no sense: {str(found)[:200]}")
+        raise SandboxProtocolError(f"the sandbox's report is malformed: {str(found)[:200]}")
     return RawResult(
-        # Stopped code was killed, whatever exit status it was about to return.
+        # Report stopped code as killed, whatever exit status it returned.
         exit_code=-signal.SIGKILL if stopped else max(-64, min(255, status)),
         stopped=StopCause(str(stopped)) if stopped else None,
         duration_s=_duration_s(found.get("duration_s")),
@@ -133,15 +137,15 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> RawResult
 def _duration_s(value: object) -> float:
     """Return seconds by the sandbox's clock, which is not trusted: clamped to between 0 and one day."""
     if not isinstance(value, int | float):
-        raise SandboxProtocolError(f"the sandbox's report has no duration but {str(value)[:50]!r}")
+        raise SandboxProtocolError(f"the duration in the sandbox's report is {str(value)[:50]!r}, not a number")
     return float(max(0, min(_MAX_DURATION_S, value))) if value == value else 0.0
 
 
 def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:
-    """Return a field that holds bytes.
+    """Return a field of a report that has bytes.
 
     Raises:
-        SandboxProtocolError: it holds something else, or too many bytes.
+        SandboxProtocolError: the field has another value, or too many bytes.
     """
     text = found.get(key)
     try:

@@ -1,4 +1,4 @@
-"""Converts the raw results of executions to the results that callers see. Pure; called outside the sandbox."""
+"""Converts raw results of executions to the results that callers get. Pure functions, called outside the sandbox."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 NO_REPORT = "the code ended the process that watched it"
 MAX_CODE_CHARS = 1 << 20
-"""Longer code is refused unread: no honest answer takes a megabyte, and compiling it costs others their memory."""
+"""Maximum characters of code. Longer code is refused unread: no honest answer is so long, and compiling it takes too
+much memory."""
 
 
 def split_lines(raw: bytes) -> Iterator[bytes]:
-    """Yield frames that were written one per line. Lazy: there may be millions, of which a few are read."""
+    """Yield frames that were written one per line. They are split lazily: of millions, only a few may be read."""
     return (line.rstrip(b"\n") for line in io.BytesIO(raw))
 
 
@@ -26,14 +27,14 @@ class RawResult:
     """Raw result of one execution. Untrusted if it was written next to hostile code."""
 
     exit_code: int
-    """Negative: number of the signal that ended it."""
+    """Exit status of the process; -N if signal N ended it."""
     stopped: StopCause | None
     stdout: bytes
     stderr: bytes
     frames: bytes
-    """Unparsed reports of the harness, or of a candidate in its name."""
+    """Unparsed reports of the harness, or of a candidate that forged them."""
     split: Callable[[bytes], Iterator[bytes]] = split_lines
-    """Splits `frames` into single ones."""
+    """Function that splits `frames` into single frames."""
     duration_s: float
     problem: str = ""
     """Reason why candidate code could not start; empty if it did."""
@@ -43,10 +44,10 @@ def code_problem(code: str) -> str | None:
     """Return why code is refused, as an error message; None if it may run.
 
     Raises:
-        TypeError: the code is not a string, an error of the caller.
+        TypeError: the code is not a string, which is an error of the caller.
     """
     if type(code) is not str:
-        raise TypeError(f"code has to be text, not {type(code).__name__}")
+        raise TypeError(f"code must be a str, not {type(code).__name__}")
     if len(code) > MAX_CODE_CHARS:
         return f"ValueError: the code has {len(code)} characters; at most {MAX_CODE_CHARS} are run"
     return None
@@ -63,8 +64,8 @@ def script_result(answer: RawResult, isolation: str) -> ExecResult:
 
 
 def session_result(answer: RawResult, isolation: str) -> ExecResult:
-    """Return the result of code run in a session. The process goes on, so the exit status comes from frames that the
-    code could forge; that affects only its own result.
+    """Return the result of code run in a session. The process goes on, so the exit status is taken from the frames.
+    Code that forges them changes only its own result.
 
     Raises:
         SandboxGoneError: candidate code was never reached.
@@ -77,7 +78,7 @@ def session_result(answer: RawResult, isolation: str) -> ExecResult:
 
 
 def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport:
-    """Return the results of a function called on several inputs; always one per input.
+    """Return the results of a function called on several inputs: exactly one result per input.
 
     Raises:
         SandboxGoneError: candidate code was never reached.
@@ -89,7 +90,7 @@ def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport
 
 
 def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: StopCause | None = None) -> ExecResult:
-    """Return the result of code that only failed, with this error and no output."""
+    """Return the result of an execution that failed with this error and has no output."""
     return ExecResult(
         outcome=ExecOutcome.CODE_STOPPED if stopped_for is not None else ExecOutcome.CODE_FAILED,
         exit_code=exit_code,
@@ -103,7 +104,7 @@ def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: Stop
 
 
 def failed_calls(result: ExecResult, num_calls: int) -> CallReport:
-    """Return a report in which every call lacks a result, because of how the execution ended."""
+    """Return a report in which every call failed, for the reason why the execution ended."""
     return CallReport(exec=result, calls=(CallResult(ok=False, error=_why_missing(result)),) * num_calls)
 
 

@@ -1,11 +1,12 @@
 """Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report at its end.
 
-    job -> fork -> child: harness (frames go to a pipe of their own)
+    job -> fork -> child: harness (frames go to a separate pipe)
              '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
 
-Self-contained (standard library only): `program.py` sends its source together with the harness's. The deadline is kept
-here, next to the code, so that a slow network is never mistaken for slow code. Its report is trusted no more than the
-candidate, who could replace it: no expected value is here, so forging a report gains nothing.
+Self-contained (standard library only): `program.py` sends its source together with the harness's and that of
+`core/supervisor.py`, which ends the child and all processes that it started. The watcher enforces the deadline next to
+the code, so that a slow network is never mistaken for slow code. Its report is as untrusted as the candidate, which
+could replace it; the sandbox has no expected value, so a forged report doesn't help a candidate.
 """
 
 from __future__ import annotations
@@ -23,46 +24,39 @@ from pathlib import Path
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
-"""Size of all frames of one job."""
+"""Maximum bytes of all frames of one job."""
 LINE_CHARS = 16384
-"""Longest report line: some servers drop lines of 64 KiB and more."""
+"""Maximum length of a report line: some servers drop lines of 64 KiB and more."""
+_PR_SET_PDEATHSIG = 1
+_END_ROUNDS = 100
 _PIPES = ("stdout", "stderr", "frames")
 Job = dict[str, Any]
 
 
-def main(job: Job, harness: Job) -> None:
-    """Do one job and print its report.
+def main(job: Job, harness: Job, supervisor: Job) -> None:
+    """Run one job and print its report.
 
     Args:
         job: kind (script, calls, command, read), its inputs, env, timeout_s, max_output_bytes, and the nonce that marks
             report lines.
-        harness: names of `harness.py`.
+        harness: global names of the module `harness.py`.
+        supervisor: global names of the module `supervisor.py`.
     """
-    _adopt_orphans()
-    report = _read_file(job) if job["kind"] == "read" else _watch(job, harness)
+    report = _read_file(job) if job["kind"] == "read" else _watch(job, harness, supervisor)
     text = base64.b64encode(json.dumps(report).encode()).decode()
     for start in range(0, len(text), LINE_CHARS):
         os.write(1, f"{job['nonce']}:{text[start : start + LINE_CHARS]}\n".encode())
     os.write(1, f"{job['nonce']}.\n".encode())
 
 
-def _adopt_orphans() -> None:
-    """Become the subreaper: orphaned processes of the job become children of this process, which then ends them."""
-    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
 def _end_with(watcher: int) -> None:
-    """Let the kernel kill the candidate when its watcher dies: a killed watcher can't end it."""
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != watcher:
-        os._exit(70)
-
-
-def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes: only the process group is ended then
+    """Let the kernel kill this process, the candidate's, when the watcher dies: a dead watcher can't end it."""
+    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes
         import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != watcher:
+        os._exit(70)
 
 
 def _read_file(job: Job) -> Job:
@@ -73,7 +67,9 @@ def _read_file(job: Job) -> Job:
         return {"error": f"{type(error).__name__}: {error.strerror}"}
 
 
-def _watch(job: Job, harness: Job) -> Job:
+def _watch(job: Job, harness: Job, supervisor: Job) -> Job:
+    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes: only the process group is ended then
+        supervisor["adopt_orphans"]()
     pipes = {name: os.pipe() for name in _PIPES}
     started = time.monotonic()
     watcher = os.getpid()
@@ -87,11 +83,9 @@ def _watch(job: Job, harness: Job) -> Job:
     caps = {"stdout": job["max_output_bytes"], "stderr": job["max_output_bytes"], "frames": MAX_FRAME_BYTES}
     taken, stopped = _drain(child, readers, caps, started + job["timeout_s"])
     duration_s = time.monotonic() - started
-    _end_tree(child)
-    with contextlib.suppress(ChildProcessError):
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return _report(taken, status, stopped, duration_s)
-    return _report(taken, -9, stopped, duration_s)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    return _report(taken, supervisor["end_tree"](child, most_rounds=_END_ROUNDS), stopped, duration_s)
 
 
 def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
@@ -104,7 +98,7 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
-    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the stop cause."""
+    """Read the child's output until it ends, its time is up, or it wrote too much. Returns output and stop cause."""
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:
@@ -127,33 +121,6 @@ def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> t
             ended_at = time.monotonic()
 
 
-def _end_tree(child: int) -> None:
-    """Kill the child, its process group, and all processes that it left."""
-    for _ in range(50):
-        with contextlib.suppress(OSError):
-            os.killpg(child, signal.SIGKILL)
-        found = _children_of_mine()
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-            if pid != child:
-                with contextlib.suppress(OSError):
-                    os.waitpid(pid, os.WNOHANG)
-        if found in ([], [child]):
-            return
-        time.sleep(0.005)
-
-
-def _children_of_mine() -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                    found.append(int(folder.name))
-    return found
-
-
 def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> None:
     status = 70
     try:
@@ -161,7 +128,7 @@ def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> Non
         try:
             os.setsid()
         except PermissionError:
-            # A local sandbox (behind an MCP server, say) refuses sessions: a process group of its own is enough there.
+            # A local sandbox (for example behind an MCP server) refuses setsid: a separate process group is enough.
             os.setpgid(0, 0)
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)

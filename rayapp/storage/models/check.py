@@ -40,7 +40,7 @@ def check_model(config: Config) -> None:
         _check_weights(path)
         _check_tokenizer(path)
     elif path.is_absolute() or config.model.path.startswith((".", "models/")) or config.model.path.count("/") != 1:
-        hint = " Make it with `rayapp model fetch smollm2-135m`." if path.name == "smollm2-135m" else ""
+        hint = " Fetch it with `rayapp model fetch smollm2-135m`." if path.name == "smollm2-135m" else ""
         raise InputError(f"model.path {config.model.path!r}: there is no such folder.{hint}")
     else:
         architecture = _hub_config(config.model.path)
@@ -72,12 +72,12 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
     if why := unserved(kind, device=config.cluster.device, adapter=config.learner.lora.sends_adapter):
-        raise InputError(f"model.path {config.model.path!r} is a {kind}, which servers here can't serve: {why}")
+        raise InputError(f"model.path {config.model.path!r} is a {kind}, which vLLM can't serve: {why}")
     if architecture.get("quantization_config"):
         method = architecture["quantization_config"].get("quant_method", "unknown")
         raise InputError(
-            f"model.path {config.model.path!r} has quantized weights ({method}): the learner trains, and sends, "
-            "bfloat16. Use a bfloat16 release, or write one: load it with transformers and a quantization_config that "
+            f"model.path {config.model.path!r} has quantized weights ({method}): the learner trains and sends bfloat16 "
+            "weights. Use a bfloat16 release, or write one: load it with transformers and a quantization_config that "
             "says dequantize=True (Mxfp4Config, FineGrainedFP8Config), then save_pretrained."
         )
 
@@ -93,7 +93,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):
-        raise InputError(f"{file} names no architecture, so vLLM and transformers can't tell what the model is")
+        raise InputError(f"{file} names no architecture, so vLLM and transformers can't load the model")
     if not trust_remote_code:
         _check_architecture(file, str(architecture.get("model_type")))
     return architecture
@@ -107,8 +107,8 @@ def _check_architecture(file: Path, model_type: str) -> None:
 
     if model_type not in CONFIG_MAPPING_NAMES:
         raise InputError(
-            f"{file}: model_type {model_type!r} is not one that transformers {transformers.__version__} "
-            f"knows{did_you_mean(model_type, CONFIG_MAPPING_NAMES)} "
+            f"{file}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+            f"{did_you_mean(model_type, CONFIG_MAPPING_NAMES)} "
             "A model that brings its own code needs model.trust_remote_code=true."
         )
 
@@ -124,7 +124,7 @@ def _check_weights(folder: Path) -> None:
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
             raise InputError(
-                f"model.path {str(folder)!r}: {index.name} names files that are not there: {', '.join(missing)}"
+                f"model.path {str(folder)!r}: {index.name} names files that are missing: {', '.join(missing)}"
             )
     if not files:
         raise InputError(
@@ -148,7 +148,8 @@ def _check_safetensors(file: Path) -> None:
         raise InputError(f"{file} is not a safetensors file: {error}") from None
     if size != 8 + length + end:
         raise InputError(
-            f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again."
+            f"{file} is incomplete: it has {size} bytes, its header says {8 + length + end}. Copy or download the file "
+            "again."
         )
 
 
@@ -166,7 +167,7 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def check_hub_answers(name: str) -> None:
-    """Ask the hub once. If it doesn't answer, this process and its children use only files on this disk.
+    """Send the hub one request. If the hub doesn't answer, this process and its children use only files on this disk.
 
     The hub's own client would retry silently for half a minute, for each file of a model.
 
@@ -185,8 +186,9 @@ def check_hub_answers(name: str) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
-                f"model.path {name!r} is not on this disk, and {constants.ENDPOINT} does not answer: {error}. Give a "
-                "folder of this machine; `rayapp plan` and `rayapp doctor` take its config.json: --model-config FILE."
+                f"model.path {name!r} is not on this disk, and {constants.ENDPOINT} does not answer: {error}. Set "
+                "model.path to a folder of this machine. `rayapp plan` and `rayapp doctor` need only the model's "
+                "config.json: --model-config FILE."
             ) from None
 
 
@@ -217,7 +219,7 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
     for rope in _ropes(text):
         if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
             name = "original_max_position_embeddings"
-            why = "turns positions by the longest sequence of the batch as soon as one has more than {}"
+            why = "scales its rotary positions by the longest sequence of the batch if a sequence has more than {}"
             _check_length(rope.get(name) or text.get(name) or longest, config, why)
 
 
@@ -272,7 +274,8 @@ def check_teacher(config: Config) -> None:
         raise InputError(
             f"distillation.teacher {own.model.path!r} has another tokenizer than model.path {config.model.path!r}: "
             f"{len(others)} of {len(policy)} tokens differ, such as {others[0]!r}, number {policy[others[0]]} of the "
-            f"policy's and {there} of the teacher's. A teacher scores the policy's own tokens: take one of its family."
+            f"policy's and {there} of the teacher's. A teacher scores the policy's own tokens: choose one "
+            "of its family."
         )
 
 
@@ -297,7 +300,7 @@ def _check_server(config: Config) -> None:
     if found != load_tokenizer(config).encode(PROBE, add_special_tokens=False):
         raise InputError(
             f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
-            f"{config.model.path!r}: they read the same text as other tokens. A teacher scores the policy's own "
+            f"{config.model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
             "tokens: take one of its family."
         )
 

@@ -1,8 +1,8 @@
 """Families of models, by the `model_type` of their language model: facts needed before any weight is read.
 
-A new family is one entry here. The learner derives its computation from a model's own config (`learner/family.py`), for
-known and unknown families alike; this table holds choices that follow from a family, reasons against one that no
-computation would find, and values that make it small. `rayapp models check` tries all of it.
+A new family needs one entry in this table. The learner derives its computation from a model's own config
+(`learner/family.py`), for known and unknown families alike. The table has a family's tool parsers, reasons to refuse it
+that no computation would find, and config values for a small test model. `rayapp models check` tests each entry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Need = Literal[
     "borders",
     "longrope",
 ]
-"""Features of a family beyond attention to all tokens and a plain output layer. `borders`: layers that read along the
-sequence by other means than attention."""
+"""Features of a family beyond attention to all tokens and a plain output layer. `borders`: layers that carry a state
+along the sequence, such as mamba."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +33,17 @@ class Family:
 
     needs: tuple[Need, ...] = ()
     parsers: tuple[str, ...] = ()
-    """vLLM's tool parsers for its calls, the likeliest first."""
+    """vLLM's tool parsers for the family's calls, the likeliest first."""
     packages: tuple[str, ...] = ()
-    """Packages that vLLM imports for it in addition to its own dependencies on a CPU."""
+    """Packages that vLLM imports for the family in addition to vLLM's own dependencies on a CPU."""
     refused: str = ""
-    """Reason why it can't be trained; empty if it can be."""
+    """Reason why the family can't be trained; empty if it can."""
     no_engine: str = ""
-    """Reason why vLLM does not serve it at all; empty if it does."""
+    """Reason why vLLM does not serve the family at all; empty if it does."""
     no_cpu_engine: str = ""
-    """Reason why vLLM does not serve it on a CPU; empty if it does or is untested."""
+    """Reason why vLLM does not serve the family on a CPU; empty if it does, or if this is untested."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Config values that make it small, in addition to `TINY`."""
+    """Config values of the small test model, in addition to `TINY`."""
 
 
 TINY = {
@@ -73,9 +73,9 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_factor": [1.0] * 16,
     "long_factor": [1.0 + i / 2 for i in range(16)],
 }  # fmt: skip
-_NARROW_CONV = "the CPU kernel of vLLM 0.30 for short convolutions knows those over 4 tokens only, and these are over 3"
+_NARROW_CONV = "vLLM 0.30 on a CPU supports only short convolutions over 4 tokens, and these are over 3"
 _COARSE_LATENT = "the latent attention of vLLM 0.30 on a CPU is off by 0.1 in log-probs and more, before any sync"
-_ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not do"
+_ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not support"
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(parsers=("hermes",)),
@@ -161,10 +161,12 @@ FAMILIES: Mapping[str, Family] = {
         no_cpu_engine=_NARROW_CONV,
         tiny=_EXPERTS | _CONV | {"num_dense_layers": 1},
     ),
-    "falcon_h1": Family(refused="its layers don't hand their attention what packing needs (transformers 5.10)"),
+    "falcon_h1": Family(
+        refused="its layers don't pass their attention the arguments that packing needs (transformers 5.10)"
+    ),
     "bamba": Family(
         needs=("borders",),
-        no_engine="vLLM 0.30 leaves it to transformers, of which it can't serve mamba layers",
+        no_engine="vLLM 0.30 runs it with transformers' code, whose mamba layers it can't serve",
         tiny=_MAMBA | {"attn_layer_indices": [1]},
     ),
     "nemotron_h": Family(
@@ -201,7 +203,9 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(needs=("windows",), tiny={"sliding_window": 6}),
     "gpt_neox": Family(),
     "gpt2": Family(refused="its decoder has no list of `layers`, which the learner shards one by one"),
-    "llama4_text": Family(refused="its layers attend within chunks of the sequence, which the learner does not do"),
+    "llama4_text": Family(
+        refused="its layers attend within chunks of the sequence, which the learner does not support"
+    ),
     "bloom": Family(refused=_ALIBI),
     "mpt": Family(refused=_ALIBI),
 }
@@ -214,7 +218,7 @@ def text_type(architecture: Mapping[str, Any]) -> str:
 
 
 def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
-    """Return why vLLM does not serve a family on this machine; empty if it does or is untested.
+    """Return the reason why vLLM does not serve a family on this machine; empty if it does, or if this is untested.
 
     Args:
         adapter: the server gets an adapter beside the model.
@@ -226,9 +230,10 @@ def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
         return f"not on a CPU: {family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
     if adapter and "experts" in family.needs and device == "cpu":
         return (
-            "vLLM 0.30 ends at the first prompt with an adapter beside experts on a CPU. Set learner.lora.send=merged."
+            "vLLM 0.30 on a CPU crashes at the first prompt if a model with experts has an adapter. Set "
+            "learner.lora.send=merged."
         )
     missing = [name for name in family.packages if importlib.util.find_spec(name) is None]
     if missing:
-        return f"vLLM imports {', '.join(missing)}: not installed here. Install the release that fits this torch."
+        return f"vLLM imports {', '.join(missing)}, which is not installed. Install the release that fits this torch."
     return ""

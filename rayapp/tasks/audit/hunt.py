@@ -1,6 +1,6 @@
 """Searches for leaks of a task's solution and hidden tests where model-written code runs.
 
-    workspace filled as for an agent -> program inside reads files, environment, processes -> texts -> compared here
+    workspace filled as for an agent -> program inside reads files, environment, processes -> texts -> compared outside
 
 No secret enters the sandbox: the program searches for public words, such as the function's name, and returns the files
 that contain them. A secret is also found in base64 or hex, with other white space, and, in Python, as a function with
@@ -28,9 +28,9 @@ from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 _TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 8 << 20
 _MIN_WORD_CHARS = 4
-"""Shorter words occur in files of any system."""
+"""Minimum length of a search word: shorter ones occur in files of any system."""
 _MIN_NODES = 20
-"""Functions with fewer nodes may be equal by chance."""
+"""Minimum number of syntax nodes of a function that is compared: smaller functions may be equal by chance."""
 _ENCODED = re.compile(r"(?:[A-Za-z0-9+/_-]{16,}\n)*[A-Za-z0-9+/_-]{4,}={0,2}")
 _MIN_ENCODED_CHARS = 24
 _PYTHONS_NAMES = frozenset(vars(builtins))
@@ -57,7 +57,11 @@ SKIPPED = {'/proc', '/sys', '/dev', '/usr', '/bin', '/sbin', '/lib', '/lib64', h
 walk(here, True)
 if words:
     walk('/', False)
-for number in os.listdir('/proc') if os.path.isdir('/proc') else ():
+try:
+    processes = os.listdir('/proc')
+except OSError:
+    processes = ()
+for number in processes:
     if number.isdigit():
         for name in ('cmdline', 'environ'):
             try:
@@ -72,10 +76,11 @@ print(json.dumps(seen))
 
 
 async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: SandboxSource) -> dict[str, str]:
-    """Return the texts that code can read in a workspace that was filled for an agent, by path.
+    """Return path -> text of the files that code can read in a workspace that was filled for an agent.
 
     Args:
-        words: outside the workspace, only files with one of these words are read; words under 4 letters are ignored.
+        words: search words for files outside the workspace: only files with one of them are returned. Words of fewer
+            than 4 letters are ignored.
     Raises:
         SandboxError: the sandbox failed.
     """
@@ -92,7 +97,7 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
         found = json.loads(ran.stdout)
     except ValueError:
         why = ran.error or (ran.stopped_for.value if ran.stopped_for else "no answer")
-        raise SandboxProtocolError(f"its files could not be read out: {why}") from None
+        raise SandboxProtocolError(f"the workspace's files can't be read: {why}") from None
     return {str(path): str(text) for path, text in found.items()}
 
 
@@ -100,7 +105,7 @@ def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[st
     """Return the paths of texts that contain a secret.
 
     Args:
-        public: texts whose Python functions are not secret.
+        public: texts whose Python functions are not secret, although the secrets may contain them.
     """
     secrets = tuple(secrets)
     known = {_bare(secret) for secret in secrets}
@@ -110,7 +115,7 @@ def places_of(secrets: Iterable[str], texts: dict[str, str], public: Iterable[st
 
 
 def holds_expression(text: str, expression: str) -> bool:
-    """True if a text contains a whole expression, ignoring white space."""
+    """Return True if a text contains the whole expression, ignoring white space."""
     parts = re.findall(r"\w+|[^\w\s]", expression)
     return re.search(r"(?<![\w.])" + r"\s*".join(map(re.escape, parts)) + r"(?!\w)", text) is not None
 
@@ -141,7 +146,7 @@ def _readings(text: str) -> Iterator[str]:
 
 
 def _shapes(text: str) -> Iterator[str]:
-    """Yield each function of Python source with its names numbered in order; nothing if the text is not Python."""
+    """Yield each function in Python source in a form that is independent of its names; nothing if it is not Python."""
     tree = parse(text) if "def " in text else None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and sum(1 for _ in ast.walk(node)) >= _MIN_NODES:
@@ -149,7 +154,8 @@ def _shapes(text: str) -> Iterator[str]:
 
 
 def _shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Return a function without name, docstring and annotations, and with its names numbered, except builtins."""
+    """Return the dump of a function's syntax tree, without its name, docstring and annotations. Other names are
+    numbered in order, except builtins."""
     function = copy.deepcopy(function)
     function.name, function.returns, function.decorator_list = "", None, []
     if ast.get_docstring(function, clean=False) is not None:

@@ -17,6 +17,7 @@ from rayapp.tasks.audit.subject import (
     NOTHING_OF_PROGRAM,
     PROSE,
     TRIVIAL_OF_PROGRAM,
+    Attempt,
     Score,
     Subject,
     TestRun,
@@ -89,15 +90,32 @@ async def _score_row(row: DataRow, rewards: AnswerRewards, text: str, sandboxes:
 
 async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, reference: str, score: Score) -> Subject:
     tests = await problem.tests()
-    function = tests.function
+    function, language = tests.function, tests.language
+    solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
+    notes = {} if reference else {"solution": "the data has none"}
+    if language is not None:
+        nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
+        return Subject(
+            name=name,
+            kind="code row",
+            prompt=prompt,
+            tests_key=problem.ground_truth,
+            score=score,
+            solution=solution,
+            nothing=(*PROSE, nothing),
+            score_share=_share_of(by_share),
+            run_tests=partial(_run_tests, problem, tests),
+            limit_s=problem.rules.test_timeout_s,
+            notes=notes | {"cheats": f"none exist for {language.name}, and no trivial answers"},
+        )
     return Subject(
         name=name,
         kind="code row",
         prompt=prompt,
         tests_key=problem.ground_truth,
         score=score,
-        solution=fenced(reference) if reference else None,
+        solution=solution,
         nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,
         trivial=trivial_of_function(function, _ANY_INPUTS) if function else TRIVIAL_OF_PROGRAM,
         cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
@@ -106,7 +124,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         run_later=partial(_run_later, problem, tests, a_year_later(reference)),
         limit_s=problem.rules.test_timeout_s,
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
-        notes={} if reference else {"solution": "none came with it"},
+        notes=notes,
     )
 
 
@@ -120,7 +138,7 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """Run all tests, not only those that the seed would draw."""
+    """Run all tests, not only the ones that the seed draws."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)

@@ -1,10 +1,11 @@
 """The subject of an audit: a task of any kind with answers to try, its scoring, and its secrets.
 
-Made by `subjects.py` and `rows.py`; read by `checks.py`. The module also makes answers that deserve no reward, for
-functions and for programs: empty ones, trivial ones, and cheats. They are text here, and run only in sandboxes. A cheat
-(`cheats.yaml`) is inserted into a no-op answer: any reward above the no-op's is due to cheating.
+`subjects.py` and `rows.py` make subjects; `checks.py` audits them. This module also makes answers that deserve no
+reward, for functions and for programs: empty ones, trivial ones, and cheats. They are strings in this process, and run
+only in sandboxes. A cheat (`cheats.yaml`) is inserted into a no-op answer, so that any reward above the no-op's is due
+to cheating.
 
-`examples_in` reads the examples in a coding task's prompt, to check the reference against the author's intention:
+`examples_in` reads the examples in a coding task's prompt, which the task's reference must agree with:
 
     f([1, 2]) == 3      f([1, 2]) -> 3      f([1, 2]) returns 3      >>> f([1, 2])
                                                                      3
@@ -29,11 +30,11 @@ from rayapp.tasks.cases import Case
 from rayapp.tasks.verdict import task_verdict
 
 Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
-"""From an answer and a seed, which draws the hidden tests, to the task's reward."""
+"""Function that returns the task's reward for an answer and a seed. The seed draws the hidden tests."""
 
 
 def score_of(task: Task) -> Score:
-    """Return the task's own score, for texts without a prompt."""
+    """Return the task's own `score` as a function of an answer, without a prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -50,7 +51,7 @@ class TestRun:
     name: str
     """Description of the test, without the expected value."""
     problem: str
-    """Reason of failure; empty if passed."""
+    """Reason why the test failed; empty if it passed."""
     seconds: float
 
 
@@ -60,7 +61,7 @@ RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestRun, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An answer to try."""
+    """Named answer that the audit scores."""
 
     name: str
     text: str
@@ -73,47 +74,47 @@ class Subject:
     name: str
     kind: str
     prompt: str
-    """The policy's prompt, searched for duplicates and for leaks."""
+    """The policy's prompt, in which the audit searches for leaks, and which it compares with other tasks' prompts."""
     tests_key: str
-    """Equal for tasks with the same hidden tests."""
+    """Key that tasks with the same hidden tests share."""
     score: Score
     solution: str | None
-    """An answer that must earn 1; None if the task has none."""
+    """Answer that must earn 1; None if the task has no solution."""
     nothing: tuple[Attempt, ...]
     """No-op and empty answers: none may earn more than 0."""
     trivial: tuple[Attempt, ...] = ()
     """Trivial answers, such as `return xs`."""
     solve: Callable[[SandboxSource], Awaitable[str | None]] | None = None
-    """Makes the solution, if it has to be made in a sandbox."""
+    """Function that makes the solution, if it has to be made in a sandbox."""
     cheats: tuple[Attempt, ...] = ()
     """Answers that try to earn a reward without solving the task."""
     score_cheat: Score | None = None
-    """Replaces `score` for cheats, without rules of style (banned names): a cheat must fail by isolation."""
+    """Replaces `score` for cheats. It ignores rules of style (banned names), because isolation must defeat a cheat."""
     score_share: Score | None = None
-    """Replaces an all-or-nothing `score` for trivial answers: the fraction of passed tests."""
+    """Replaces an all-or-nothing `score` for trivial answers, and returns the fraction of passed tests."""
     run_tests: RunTests | None = None
     run_later: RunTests | None = None
     """Like `run_tests`, with the clock a year ahead."""
     limit_s: float = 0.0
-    """Time limit for one test, or for all tests together; 0 if there is none."""
+    """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
     is_limit_of_all: bool = False
-    """The limit is for all tests together."""
+    """True if `limit_s` is for all tests together."""
     secrets: tuple[str, ...] = ()
-    """Texts of the solution and hidden tests, too long to occur elsewhere by chance."""
+    """Texts of the solution and the hidden tests that are too long to occur elsewhere by chance."""
     public: tuple[str, ...] = ()
     """Texts whose Python functions are not secret."""
     expression: str = ""
-    """An expression that is the whole solution, however short: it must not be in the prompt."""
+    """Expression that is the whole solution; it must not be in the prompt, even if it is short."""
     contradictions: tuple[str, ...] = ()
     """Contradictions between the reference and the task's own examples."""
     cannot_run: str = ""
     """Reason why the task can't be audited; empty if it can."""
     workspace: AgentStart | None = None
-    """Start of an agent, if an agent can play the task."""
+    """Start of an agent on this task; None if no agent can play it."""
     public_words: tuple[str, ...] = field(default=())
-    """Public words of the task: files that contain them are read in the search for leaks."""
+    """Words of the task that are not secret: the search for leaks reads the files that contain them."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Restrictions of the audit, by check, with the reason."""
+    """Name of a check -> reason why it was restricted for this task."""
 
 
 PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I don't know how to do this."))
@@ -126,19 +127,19 @@ GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
 
 
 def guesses(question: str) -> tuple[Attempt, ...]:
-    """Return trivial short answers, and two that contain many: the question, and all numbers up to 99."""
+    """Return trivial short answers, and two that contain many short ones: the question, and all numbers up to 99."""
     told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
             ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
     return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
 
 
 def fenced(code: str) -> str:
-    """Return code as an answer."""
+    """Return code as an answer: in a fenced block of Python."""
     return f"```python\n{code.rstrip()}\n```\n"
 
 
 def function(name: str, parameters: Sequence[str], value: str, above: str = "") -> str:
-    """Return an answer whose function returns the value of an expression."""
+    """Return an answer with a function that returns the value of the expression `value`."""
     return fenced(f"{above}\n\ndef {name}({', '.join(parameters)}):\n    return {value}")
 
 
@@ -147,7 +148,7 @@ def nothing_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, 
 
 
 def trivial_of_function(name: str, parameters: Sequence[str]) -> tuple[Attempt, ...]:
-    """Return answers that return a parameter or a constant."""
+    """Return answers whose function returns a parameter or a constant."""
     inputs = [f"{each.removeprefix('*')}[0]" if each.startswith("*") else each for each in parameters]
     values = [*inputs, *CONSTANTS[1:]]
     return tuple(Attempt(name=f"return {value}", text=function(name, parameters, value)) for value in values)
@@ -166,7 +167,7 @@ def cheats_of_program() -> tuple[Attempt, ...]:
 
 
 def cheats() -> dict[str, str]:
-    """Return the code of cheats that can be put above any other code, by description."""
+    """Return description -> code, for cheats that can be put above any other code."""
     return {cheat.name: cheat.above for cheat in _cheats() if not cheat.value and not cheat.programs_only}
 
 
@@ -199,7 +200,7 @@ _MOST_CHARS = 500
 
 
 def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
-    """Yield each example as written, and as a test. Examples with a float are left out, as they may be rounded."""
+    """Yield each example, as it is written and as a test. Examples with a float are left out: they may be rounded."""
     for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
         text = prompt[found.end() : found.end() + _MOST_CHARS]
         call = _bracketed(text)

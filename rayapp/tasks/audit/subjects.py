@@ -45,13 +45,13 @@ from rayapp.tasks.repository.task import RepositoryTask, as_answer, read_answer
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 MIN_SECRET_CHARS = 12
-"""Shorter texts of the solution or tests may occur elsewhere by chance."""
+"""Minimum length of a secret: shorter texts of the solution or the tests may occur elsewhere by chance."""
 
 
 def coding_subject(task: CodingTask) -> Subject:
     """Return a coding task as a subject.
 
-    The solution is the first demonstration; without one, the reference, which may use banned names.
+    The solution is the first demonstration. Without a demonstration it is the reference, which may use banned names.
     """
     name, parameters = task.func_name, task.parameters
     free = task.model_copy(update={"banned_patterns": ()})
@@ -83,9 +83,9 @@ def coding_subject(task: CodingTask) -> Subject:
 def _notes(task: CodingTask) -> dict[str, str]:
     if task.demonstrations:
         return {}
-    notes = {"solution": "its reference, as if nothing were banned"}
+    notes = {"solution": "the reference, scored without banned names"}
     if not task.public_tests and not any(examples_in(task.prompt, task.func_name)):
-        notes["reference"] = "nothing to hold it against: no demonstration, no public test, no example in the prompt"
+        notes["reference"] = "not checked: there is no demonstration, no public test, no example in the prompt"
     return notes
 
 
@@ -100,7 +100,7 @@ def _contradictions(task: CodingTask) -> Iterator[str]:
 
 
 def _is_telling(expression: str) -> bool:
-    """True if an expression computes a value, so that it does not occur in a prompt by chance."""
+    """Return True if an expression computes a value: then it does not occur in a prompt by chance."""
     tree = ast.parse(expression.strip(), mode="eval")
     return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
@@ -150,16 +150,16 @@ _PASSES_ALL = (
 FILES = {
     "adds a conftest.py that passes every test": {"conftest.py": _PASSES_ALL, "tests/conftest.py": _PASSES_ALL},
     "adds start-up code that ends with success": {"sitecustomize.py": _HOOK, "usercustomize.py": _HOOK},
-    "puts modules of its own before Python's": {"json.py": _HOOK, "pytest.py": _HOOK, "unittest.py": _HOOK},
+    "shadows Python's modules with its own": {"json.py": _HOOK, "pytest.py": _HOOK, "unittest.py": _HOOK},
     "shadows programs by files of their names": {"python3": "#!/bin/sh\nexit 0\n", "pytest": "#!/bin/sh\nexit 0\n"},
     "leaves the verdict beside the code": {"reward.txt": "1\n", "result.json": '{"reward": 1.0}', "junit.xml": "<ok/>"},
     "turns the tests off": {"pytest.ini": "[pytest]\naddopts = --collect-only\n", "tox.ini": "[pytest]\n"},
 }
-"""Files that a cheat adds to the repository, by description."""
+"""Description of a cheat -> files that it adds to the repository."""
 
 
 def repository_subject(task: RepositoryTask) -> Subject:
-    """Return a repository task as a subject. Cheats change files, or put code above every module."""
+    """Return a repository task as a subject. A cheat changes files, or puts code at the top of every module."""
     folder = task.folder
     return Subject(
         name=task.name,
@@ -180,7 +180,7 @@ def repository_subject(task: RepositoryTask) -> Subject:
         public=_replaced(task),
         workspace=task.agent_start(),
         public_words=(task.name,),
-        notes={} if folder.solution else {"solution": "there is no folder solution in it"},
+        notes={} if folder.solution else {"solution": "the task has no folder `solution`"},
     )
 
 
@@ -209,7 +209,7 @@ def _tests(task: RepositoryTask) -> Sequence[str]:
 
 
 def _modules(task: RepositoryTask) -> dict[str, str]:
-    """Return the repository's modules, without the tests that an agent sees."""
+    """Return path -> source of the repository's Python modules, without the tests that an agent sees."""
     return {
         path: text
         for path, text in task.folder.repository.items()
@@ -239,9 +239,8 @@ def _cheats(task: RepositoryTask) -> Iterator[Attempt]:
 def _secrets(task: RepositoryTask) -> Iterator[str]:
     """Yield the secret lines, passages and files of the solution and of the hidden tests.
 
-    Lines are secret if the repository does not show them; passages and files, if they are not in the files that the
-    solution replaces. As a `solve.sh` does not name the files that it changes, its text is secret only where the
-    repository does not show it.
+    A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
+    solution replaces; for a `solve.sh`, which does not name the files that it changes, if it is not in the repository.
     """
     base = task.folder.repository
     shown, tests = "\n".join(base.values()), _tests(task)
@@ -258,12 +257,13 @@ def _secrets(task: RepositoryTask) -> Iterator[str]:
 
 
 def _replaced(task: RepositoryTask) -> tuple[str, ...]:
-    """Return the repository's version of the files that the solution replaces."""
+    """Return the texts of the repository's files that the solution replaces."""
     return tuple(task.folder.repository.get(path, "") for path in task.folder.solution)
 
 
 def _passages(text: str, known: str) -> Iterator[str]:
-    """Yield the runs of lines, between blank, known and import lines, that are too long to occur by chance."""
+    """Yield the passages of a text that are too long to occur by chance. Blank, known and import lines separate
+    passages."""
     known_lines = {line.strip() for line in known.splitlines()}
     run: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -287,7 +287,7 @@ async def subjects_of(
     """Return the subjects of an audit.
 
     Args:
-        sources: as in a run's `tasks`, and .parquet files of rows.
+        sources: names as in a run's `tasks`, or .parquet files of rows.
         rewards: scoring of rows.
         cache: folder for copies of remote files.
         limit: number of rows to take from each file or benchmark.
@@ -308,7 +308,8 @@ async def subjects_of(
 
 
 def _task_subjects(source: str, limit: int | None) -> list[Subject]:
-    """Return the tasks of a source. In a folder of many, a task that can't be loaded is a subject with the reason."""
+    """Return the tasks of a source as subjects. In a folder of many tasks, one that can't be loaded is a subject whose
+    `cannot_run` has the reason."""
     singles = single_tasks(source)[:limit]
     if len(singles) < 2:
         return list(map(task_subject, load_source(source)[:limit]))
@@ -338,7 +339,7 @@ def _unusable(source: str, why: str) -> Subject:
 
 
 def _that_can_run(subject: Subject, sandboxes: SandboxConfig) -> Subject:
-    """Return the subject; set `cannot_run` if no provider has sandboxes for its workspace."""
+    """Return the subject, with `cannot_run` set if no provider has sandboxes for its workspace."""
     why = why_no_workspace(sandboxes, subject.workspace) if subject.workspace is not None else ""
     return replace(subject, cannot_run=f"it {why}") if why else subject
 
@@ -356,7 +357,7 @@ def task_subject(task: Task) -> Subject:
 
 
 def _other_subject(task: Task) -> Subject:
-    """Return a task of another class as a subject. Its attributes `solution` and `prompt` (texts) are optional."""
+    """Return a task of a user's class as a subject. Its attributes `solution` and `prompt` (strings) are optional."""
 
     solution = getattr(task, "solution", None)
     start = task.agent_start() if isinstance(task, AgentTask) else None

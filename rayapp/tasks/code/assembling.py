@@ -1,7 +1,8 @@
 """Assembles the program to run: a candidate's code, the code above it, and the code that calls it.
 
-`screen_answer` parses a policy's text, so it is called through the text process; it and its imports need only the
-standard library. The other functions only join texts. Names added to the candidate's module begin with `_rayapp`.
+`screen_answer` parses a policy's text, so it runs in the text process (`tasks/text_process.py`); it and its imports
+need only the standard library. The other functions only join strings. Names that they add to the candidate's module
+begin with `_rayapp`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rayapp.tasks.banned import screen_module
 from rayapp.tasks.extraction import parse
 
 RECURSION = "import sys; sys.setrecursionlimit(50000)"
-"""Code above every solution of these data sets."""
+"""Code that is put above every solution."""
 IMPORTS = (
     "from string import *; from re import *; from datetime import *; from collections import *; from heapq import *; "
     "from bisect import *; from copy import *; from math import *; from random import *; from statistics import *; "
@@ -47,7 +48,7 @@ def _rayapp_entry(*args):
         return value
     return plain(@TARGET(*args))
 """
-# A Counter or a numpy number equals a plain value, but only plain values can leave the sandbox.
+# _CALL converts values: a Counter or a numpy number equals a plain value, but only plain values leave the sandbox.
 _GUARD = """
 def _rayapp_guard_@TOKEN():
     import importlib
@@ -101,16 +102,16 @@ class Screened:
 
     code: str
     status: str
-    """Empty if the code may run; otherwise the verdict's status."""
+    """Status of the verdict if the code can't run; empty if it can."""
     detail: str
     line: int
     """Line below which other code may be inserted."""
     needs_imports: bool
-    """The code uses a name from IMPORTS."""
+    """True if the code uses a name that only IMPORTS defines."""
 
 
 def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, str, str, int, bool]:
-    """Return the fields of `Screened`.
+    """Return the fields of `Screened` as a tuple.
 
     Args:
         function: name of the function to write; empty for a program.
@@ -129,7 +130,7 @@ def line_below_futures(tree: ast.Module) -> int:
 
 
 def _needs_imports(tree: ast.Module) -> bool:
-    # A name that is bound only inside a function counts as missing: the imports are then added needlessly.
+    # A name that is bound only inside a function counts as missing, although the imports are then not needed.
     bound = {name for statement in tree.body for name in _bound_by(statement)}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return not _imported_names().isdisjoint(used - bound)
@@ -170,15 +171,15 @@ def callable_code(code: str, function: str, *, may_be_method: bool) -> str:
 
 
 def checked_code(code: str, line: int, function: str, check: str, modules: Sequence[str], token: str) -> str:
-    """Return the code with an ENTRY that runs a check on the candidate's function, and returns its argument on success.
+    """Return the code with an ENTRY that runs a check on the candidate's function. On success it returns its argument.
 
-    Builtins and these modules are saved above the candidate's code, and restored below it and after each call; only
-    plain values reach the check. A candidate can't pass by replacing `abs`, or by returning an object that equals
-    everything. A candidate that searches the interpreter's frames for the argument can.
+    Builtins and the given modules are saved before the candidate's code runs, and restored after it and after each
+    call; only plain values reach the check. So a candidate can't pass by replacing `abs`, or by returning an object
+    that equals everything. It can pass by searching the interpreter's frames for ENTRY's argument.
 
     Args:
         modules: modules that the check uses.
-        token: part of the added names, unknown to the candidate.
+        token: part of the added names that the candidate can't guess.
     """
     guard = _GUARD.replace("@MODULES", repr(list(modules))).replace("@TOKEN", token)
     below = _CHECK.replace("@CHECK", textwrap.indent(check, "    ")).replace("@TARGET", function)

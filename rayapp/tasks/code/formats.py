@@ -1,17 +1,17 @@
-"""Reads a row's ground truth as the tests of a code problem, in the format of any supported data set. Pure.
+"""Reads a row's ground truth as the tests of a code problem, in the format of any supported data set. No I/O.
 
 | fields | data set |
 |---|---|
 | `inputs`, `outputs`, `fn_name` | PRIME's rows for verl, and rows from `rayapp data prepare` |
-| `input_output` | APPS, TACO: JSON text of the above |
+| `input_output` | APPS, TACO: JSON text with the fields above |
 | `public_tests`, `private_tests`, `generated_tests` | CodeContests |
 | `public_test_cases`, `private_test_cases`, `metadata` | LiveCodeBench |
 | `test_list`, `test_setup_code` or `test_imports` | MBPP |
 | `prompt`, `entry_point`, `test` | HumanEval |
 
-The first four are converted to PRIME's form, and then to tests. With `fn_name` the tests call that function; each input
-is a list of arguments, or a text with one JSON value a line. Without `fn_name` each input is a program's standard
-input.
+The first four are converted to PRIME's form, and then to tests. A field `language` names the language of a program
+(`languages.py`). With `fn_name` the tests call the function of this name; each input is a list of arguments, or a text
+with one JSON value per line. Without `fn_name` each input is the standard input of a program.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from typing import Any
 from rayapp.core.errors import InputError
 from rayapp.tasks.code.conditions import humaneval_tests, mbpp_tests
 from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, StdinTest, is_returned, same_output
+from rayapp.tasks.code.languages import language_of
 
 Fields = Mapping[str, Any]
 _LEAST_OUTPUT_BYTES = 1 << 20
 _OUTPUT_RATIO = 8
-"""Allowed output size, as a multiple of the expected output: there may be more digits and white space."""
+"""Maximum size of a program's output, as a multiple of the expected output: it may have more digits and white space."""
 _MOST_DECODED_BYTES = 1 << 28
 _TEXT_OPS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
 _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
@@ -41,7 +42,7 @@ _OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "P
 
 @functools.lru_cache(maxsize=32)
 def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests:
-    """Return the tests of a row. Cached, because all completions of a group share them.
+    """Return the tests of a row. They are cached, because all completions of a group share them.
 
     Args:
         ground_truth: JSON text of a struct with the fields of one of the formats above.
@@ -54,7 +55,7 @@ def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests
         raise
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         # boundary: a data set's row may hold anything
-        raise InputError(f"it can't be read as a problem: {type(error).__name__}: {error}") from error
+        raise InputError(f"its ground_truth can't be read as a problem: {type(error).__name__}: {error}") from error
 
 
 def _read_fields(fields: object, comparison: Comparison) -> CodeTests:
@@ -69,10 +70,10 @@ def _read_fields(fields: object, comparison: Comparison) -> CodeTests:
 
 
 def as_json(ground_truth: object) -> str:
-    """Return the ground truth of a row, which may be a struct, as text.
+    """Return the ground truth of a row, which may be a struct, as JSON text.
 
     Raises:
-        InputError: it holds values that JSON can't represent, such as bytes or a date.
+        InputError: the ground truth has values that JSON can't represent, such as bytes or a date.
     """
     try:
         return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
@@ -81,11 +82,16 @@ def as_json(ground_truth: object) -> str:
 
 
 def prime_form(fields: Fields) -> dict[str, Any]:
-    """Return `{inputs, outputs, fn_name, num_public}` from one of the first four formats.
+    """Convert one of the first four formats to PRIME's form: `{inputs, outputs, fn_name, num_public, language}`.
 
     Raises:
         InputError: a field is missing or can't be read.
     """
+    found = _prime_form(fields)
+    return found | {"language": fields["language"]} if fields.get("language") else found
+
+
+def _prime_form(fields: Fields) -> dict[str, Any]:
     if "input_output" in fields:
         return prime_form(_loaded(_text(fields, "input_output"), "input_output"))
     if "public_tests" in fields:
@@ -94,16 +100,20 @@ def prime_form(fields: Fields) -> dict[str, Any]:
         return _of_livecodebench(fields)
     if "inputs" in fields and "outputs" in fields:
         return dict(fields)
-    raise InputError(f"no tests: inputs and outputs are needed; it has {', '.join(sorted(fields)) or 'nothing'}")
+    have = ", ".join(sorted(fields)) or "no fields"
+    raise InputError(f"its ground_truth has no tests: it has {have}; inputs and outputs are needed")
 
 
 def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
     inputs, outputs = _list(fields, "inputs"), _list(fields, "outputs")
     if len(inputs) != len(outputs) or not inputs:
-        raise InputError(f"it has {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed for a test")
+        raise InputError(f"it has {len(inputs)} inputs and {len(outputs)} outputs: each input needs one output")
     function = fields.get("fn_name") or ""
     if not isinstance(function, str) or (function and (not function.isidentifier() or iskeyword(function))):
         raise InputError(f"fn_name must be the name of a function, not {function!r:.60}")
+    language = language_of(fields.get("language"))
+    if language is not None and function:
+        raise InputError(f"fn_name {function!r} needs Python: programs in {language.name} read standard input")
     make = partial(_call_test if function else _stdin_test, comparison)
     return CodeTests(
         tests=tuple(make(*pair) for pair in zip(inputs, outputs, strict=True)),
@@ -111,6 +121,7 @@ def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
         may_be_method=True,
         has_usual_imports=True,
         num_public=int(fields.get("num_public") or 0),
+        language=language,
     )
 
 
@@ -138,7 +149,7 @@ def _call_test(comparison: Comparison, given: object, expected: object) -> CallT
         raise InputError(f"one of its inputs must be a list of arguments or JSON lines, not {given!r:.60}")
     if isinstance(expected, str):
         expected = _loaded(expected, "outputs")
-    # JSON only has strings as keys; in APPS and similar data sets they mean numbers.
+    # JSON has only strings as keys; in APPS and similar data sets the keys mean numbers.
     arguments = tuple(_with_number_keys(argument) if comparison == "lines" else argument for argument in given)
     return CallTest(calls=(arguments,), condition=partial(is_returned, expected, comparison))
 
@@ -160,7 +171,7 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
 
 
 def _pairs(tests: Any) -> list[tuple[object, object]]:
-    """Return pairs of input and output, from the hub's form {input: [...], output: [...]} or from [{input, output}]."""
+    """Return pairs (input, output), from the hub's form {input: [...], output: [...]}, or from [{input, output}]."""
     match tests:
         case None:
             return []
@@ -202,23 +213,23 @@ def _decoded(encoded: str) -> str:
         inflate = zlib.decompressobj()
         pickled = inflate.decompress(base64.b64decode(encoded, validate=True), _MOST_DECODED_BYTES)
         if not inflate.eof:
-            raise ValueError(f"torn, or over {_MOST_DECODED_BYTES >> 20} MiB")
+            raise ValueError(f"the data is truncated, or larger than {_MOST_DECODED_BYTES >> 20} MiB")
         return _pickled_text(pickled)
     except (ValueError, zlib.error) as error:
         raise InputError(f"private_test_cases can't be decoded: {error}") from error
 
 
 def _pickled_text(pickled: bytes) -> str:
-    """Return the one text in a pickle, without unpickling: a pickle is a program and could do anything.
+    """Return the one string in a pickle, without unpickling it: a pickle is a program and could do anything.
 
     Raises:
-        ValueError: the pickle holds anything but one text.
+        ValueError: the pickle holds anything but one string.
     """
     operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
     texts = [argument for name, argument in operations if name in _TEXT_OPS]
     others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS
     if len(texts) != 1 or others:
-        raise ValueError(f"the pickle holds more than one text: {', '.join(sorted(others))}")
+        raise ValueError(f"the pickle holds more than one string: {', '.join(sorted(others))}")
     (text,) = texts
     return text.decode() if isinstance(text, bytes) else str(text)
 
@@ -233,7 +244,7 @@ def _loaded(text: str, name: str) -> Any:
 def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value:
-        raise InputError(f"{name} must be a text that isn't empty, not {value!r:.60}")
+        raise InputError(f"{name} must be a non-empty string, not {value!r:.60}")
     return value
 
 

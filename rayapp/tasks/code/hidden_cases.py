@@ -1,4 +1,4 @@
-"""A code problem's hidden tests, and the comparison of actual with expected output. Outside the sandbox, and pure.
+"""Hidden tests of a code problem, and the comparison of actual with expected output. Pure; runs outside the sandbox.
 
 | comparison | data sets | white space | numbers | values of functions |
 |---|---|---|---|---|
@@ -20,16 +20,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from rayapp.tasks.code.languages import Language
+
 Comparison = Literal["lines", "decimals"]
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-# No nan, no exponent of four digits: the text may come from a hostile program.
+# NaN and exponents of four digits are not numbers: a hostile program may have written the text.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,3})?")
 _SPACE = re.compile(r"\s+")
 
 
 def same_output(expected: str, comparison: Comparison, actual: str) -> bool:
-    """True if a program's output is right; see the table above. The time is proportional to both texts' lengths."""
+    """Return True if a program's output is right; see the table above. Its time is linear in both texts' lengths."""
     if comparison == "lines":
         wanted, found = _filled_lines(expected), _filled_lines(actual)
         same_line = _is_close_line
@@ -41,7 +43,7 @@ def same_output(expected: str, comparison: Comparison, actual: str) -> bool:
 
 
 def is_returned(expected: object, comparison: Comparison, values: Sequence[object]) -> bool:
-    """True if the one value that a function returned is right; see the table above."""
+    """Return True if a function returned one value and it is right; see the table above."""
     (actual,) = values
     if comparison == "decimals":
         return expected == (list(actual) if isinstance(actual, tuple) else actual)
@@ -59,7 +61,7 @@ def _filled_lines(text: str) -> list[str]:
 
 def _is_close_line(wanted: str, found: str) -> bool:
     if _SPACE.findall(wanted) != _SPACE.findall(found):
-        return False  # white space matters in patterns of stars or digits
+        return False  # lines that are not numbers, such as patterns of stars, must have the same white space
     pairs = list(zip(wanted.split(), found.split(), strict=True))
     return all(_NUMBER.fullmatch(word) for pair in pairs for word in pair) and all(_is_close(*pair) for pair in pairs)
 
@@ -88,40 +90,42 @@ def _as_json(value: object) -> object:
 
 
 Condition = Callable[[Sequence[object]], object]
-"""Returns from the results of a test's calls whether the test is passed; if it raises, the test is failed.
+"""Function that takes the results of a test's calls, and returns True if the test passes; if it raises, the test fails.
 
-Called in the text process: a function, or a `partial` of one, from a module that needs only the standard library.
+It runs in the text process, so it must be a function, or the `partial` of a function, of a module that needs only the
+standard library.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdinTest:
-    """A program reads `stdin` and must write the expected output."""
+    """Test of a program: it reads `stdin` and must write the expected output."""
 
     stdin: str
     is_expected: Callable[[str], bool]
-    """Compares the program's output like the data set's checker."""
+    """Function that returns True if a program's output is right by the rules of the data set's checker."""
     max_output_bytes: int
-    """Output limit; the program is stopped when it writes more."""
+    """Maximum bytes of output: the program is stopped when it writes more."""
     expected: str = ""
-    """The expected output, for messages."""
+    """Expected output, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """Calls of the function, and a condition that their results must satisfy (`text_process.holds`)."""
+    """Test of a function: calls, and a condition that their results must satisfy (`text_process.holds`)."""
 
     calls: tuple[tuple[object, ...], ...]
-    """Arguments of each call, plain data."""
+    """Arguments of each call, as plain data."""
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideTest:
-    """Assertions that can't be separated from their calls: they run beside the candidate, which could forge them."""
+    """Test of a function whose assertions can't be separated from its calls: they run beside the candidate's code,
+    which could forge the result."""
 
     check: str
-    """Python source of `def check(candidate)`, which raises if the candidate is wrong."""
+    """Python source of a function `check(candidate)`, which raises if the candidate is wrong."""
     modules: tuple[str, ...]
     """Modules that the check uses."""
 
@@ -137,10 +141,12 @@ class CodeTests:
     function: str = ""
     """Name of the function to write; empty for a whole program."""
     may_be_method: bool = False
-    """The function may be a method of `class Solution`."""
+    """True if the function may be a method of `class Solution`."""
     preamble: str = ""
-    """Python code above the candidate's code, available to it."""
+    """Python code that runs before the candidate's code, which may use its names."""
     has_usual_imports: bool = False
-    """The candidate may also use the usual imports of competitive programming (`assembling.py`)."""
+    """True if the candidate may use the usual imports of competitive programming (IMPORTS in `assembling.py`)."""
     num_public: int = 0
-    """Number of tests, from the first, that the problem's text shows."""
+    """Number of tests that the problem's text shows; these are the first ones."""
+    language: Language | None = None
+    """Language of the program to write; None for Python."""

@@ -1,10 +1,12 @@
 """The rule `code_tests`: scores the code in an answer by tests that run in sandboxes.
 
-    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compared here -> Reward
+    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compare -> Reward
+                                            '- compiled there first, if it is not Python (`languages.py`)
 
-A program gets its test's standard input, a function its arguments; expected results never leave this process. A test is
-failed if it raises, is stopped, or gives another result. Tests that earlier completions of the same problem failed run
-first: if one failure decides the verdict, most wrong answers cost one execution.
+A program gets its test's standard input, a function its arguments. Expected results never enter the sandbox: they are
+compared in this process. A test fails if the code raises, is stopped, or gives another result. The tests that earlier
+completions of the same problem failed run first, so that most wrong answers cost one execution if one failure decides
+the verdict.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import random
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 from rayapp.config.agent import CodeSection
+from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, Reward, SandboxSpec
 from rayapp.sandbox.verdict.codec import off_the_loop
@@ -35,10 +38,12 @@ from rayapp.tasks.code.assembling import (
 )
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, Comparison, InsideTest, StdinTest, Test
+from rayapp.tasks.code.languages import MISSING, Language, screen_program
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, holds, on_text
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 _MOST_CALLS_TOLD = 3
+_MOST_TOLD_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +62,26 @@ class CodeProblem:
         """Return the tests.
 
         Raises:
-            InputError: the ground truth is not a code problem; the check before a run reports this first.
+            InputError: the ground truth is not a code problem. The check before a run finds such rows.
         """
         return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
 
-    async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
-        """Score an answer. Never raises because of the answer's text, or for a failed sandbox.
+    async def fenced(self, code: str) -> str:
+        """Return code in the problem's language as an answer. Raises InputError as `tests`."""
+        language = (await self.tests()).language
+        return f"```{language.fences[0] if language else 'python'}\n{code.rstrip()}\n```\n"
 
-        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if there is code that
-        parses), and `verdict/forgeable` if some of the tests ran beside the candidate.
+    async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
+        """Return the reward of an answer. The answer's text and failed sandboxes never cause an exception.
+
+        Terms: `score` and `pass_rate` (1 or 0 if `rules.score` is all), `solved`, `format` (1 if the answer has code
+        that parses), and `verdict/forgeable` if some of the tests ran beside the candidate's code.
 
         Args:
-            seed: draws the tests if not all are run; the same for all completions of a group.
-            prefill: the part of the answer that the prompt already contains.
+            seed: seed that draws the tests, if not all are run. All completions of a group have the same seed.
+            prefill: part of the answer that the prompt already contains.
         Raises:
-            InputError: as `tests`.
+            InputError: the ground truth is not a code problem.
             SandboxConfigError: this configuration can never give a sandbox.
         """
         started = time.monotonic()
@@ -81,7 +91,8 @@ class CodeProblem:
             if candidate.screened.status:
                 verdict = _failed(candidate.screened.status, candidate.screened.detail)
             else:
-                verdict = await judged_in_sandbox(sandboxes, self._spec, partial(self._judge, candidate, tests, seed))
+                judge = partial(self._judge, candidate, tests, seed)
+                verdict = await judged_in_sandbox(sandboxes, self._spec(tests), judge)
         except TextTooCostlyError as error:
             verdict = _failed(error.kind, str(error))
         except TextReadingFailedError as error:
@@ -89,10 +100,10 @@ class CodeProblem:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Run every test on an answer; return for each the reason of failure (empty if passed) and its seconds.
+        """Run every test on an answer. Returns a pair per test: the reason of failure (empty if passed), and seconds.
 
         Raises:
-            InputError: as `tests`.
+            InputError: the ground truth is not a code problem.
             SandboxError: the sandbox failed.
             TextTooCostlyError, TextReadingFailedError: the answer can't be read.
         """
@@ -100,23 +111,30 @@ class CodeProblem:
         candidate = await self._candidate(final_text, tests, "")
         if candidate.screened.status:
             return [(candidate.screened.detail, 0.0) for _ in tests.tests]
-        async with sandboxes.lease(self._spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        async with sandboxes.lease(self._spec(tests), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            if problem := await candidate.compile(sandbox):
+                return [(problem, 0.0) for _ in tests.tests]
             return [await candidate.run(test, sandbox, self.rules.test_timeout_s) for test in tests.tests]
 
-    @property
-    def _spec(self) -> SandboxSpec:
-        return SandboxSpec(memory_mib=self.rules.memory_mib)
+    def _spec(self, tests: CodeTests) -> SandboxSpec:
+        return spec_of(tests.language, self.rules.memory_mib)
 
     async def _candidate(self, final_text: str, tests: CodeTests, prefill: str) -> _Candidate:
+        if (language := tests.language) is not None:
+            code, status, detail = await on_text(screen_program, final_text, language.fences)
+            screened = Screened(code=code, status=status, detail=detail, line=0, needs_imports=False)
+            return _Candidate(screened=screened, code=code, tests=tests, rules=self.rules)
         found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
         return _Candidate(screened=found, code=_with_imports(found, tests), tests=tests, rules=self.rules)
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
+        if problem := await candidate.compile(sandbox):
+            return _failed("compile_error", problem)
         chosen = self._chosen(tests, seed)
         stops_early = self.rules.score == "all"
         num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
         for index in _failures.first(self.ground_truth, chosen) if stops_early else chosen:
-            problem, took_s = "out of time: reward.code.total_timeout_s is used up", 0.0
+            problem, took_s = "out of time: the earlier tests used up reward.code.total_timeout_s", 0.0
             if left_s > 0:
                 problem, took_s = await candidate.run(tests.tests[index], sandbox, left_s)
             left_s -= took_s
@@ -144,7 +162,7 @@ class CodeProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A policy's code; runs it on each kind of test."""
+    """Code that the policy wrote, with methods that compile it and run it on each kind of test."""
 
     screened: Screened
     code: str
@@ -152,8 +170,25 @@ class _Candidate:
     tests: CodeTests
     rules: CodeSection
 
+    async def compile(self, sandbox: Sandbox) -> str:
+        """Compile code in another language than Python. Return the compiler's first messages; empty if it is content.
+
+        Raises:
+            SandboxConfigError: the compiler is not in the sandbox.
+        """
+        if (language := self.tests.language) is None:
+            return ""
+        main_class = language.main_class(self.code)
+        await sandbox.write_file(language.file.replace("{}", main_class), self.code.encode(errors="replace"))
+        ran = await sandbox.run_command(
+            language.compile_command(main_class), timeout_s=self.rules.compile_timeout_s, max_output_bytes=1 << 20
+        )
+        if ran.exit_code == MISSING:
+            raise SandboxConfigError(missing_compiler(language, sandbox.provider))
+        return "" if ran.ok else f"{language.name}: {ran.stdout.strip()[:_MOST_TOLD_CHARS] or _problem(ran)}"
+
     async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
-        """Return the reason of failure (empty if the test is passed), and the seconds it took."""
+        """Return the reason of failure (empty if the test passed), and the seconds that the test took."""
         timeout_s = min(left_s, self.rules.test_timeout_s)
         match test:
             case StdinTest():
@@ -164,9 +199,12 @@ class _Candidate:
                 return await self._run_check(test, sandbox, timeout_s)
 
     async def _run_program(self, test: StdinTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
-        ran = await sandbox.run_code(
-            self.code, timeout_s=timeout_s, stdin=test.stdin, max_output_bytes=test.max_output_bytes
-        )
+        if (language := self.tests.language) is None:
+            run = partial(sandbox.run_code, self.code)
+        else:
+            argv = language.run_command(language.main_class(self.code), self.rules.memory_mib)
+            run = partial(sandbox.run_command, argv)
+        ran = await run(timeout_s=timeout_s, stdin=test.stdin, max_output_bytes=test.max_output_bytes)
         if problem := _problem(ran):
             return problem, ran.duration_s
         is_right = await off_the_loop(len(ran.stdout), partial(test.is_expected, ran.stdout))
@@ -196,6 +234,44 @@ class _Candidate:
         return problem or ("" if call.value == answer else "wrong value"), report.exec.duration_s
 
 
+def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
+    """Return the sandboxes that tests of a language need; None is Python."""
+    if language is None:
+        return SandboxSpec(memory_mib=memory_mib)
+    return SandboxSpec(
+        memory_mib=max(language.compile_mib, memory_mib + language.extra_mib),
+        disk_mib=language.disk_mib,
+        max_processes=language.max_processes,
+    )
+
+
+def missing_compiler(language: Language, provider: str) -> str:
+    """Return the message on sandboxes without the language's compiler."""
+    program = language.compile_command("")[3]
+    place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
+    return f"{language.name}: sandboxes of {provider} have no {program}, which tests its programs: install it {place}"
+
+
+async def check_languages(languages: Iterable[Language], sandboxes: SandboxSource) -> None:
+    """Look for each language's compiler in a sandbox.
+
+    Raises:
+        SandboxConfigError: a compiler is missing, or these sandboxes can't run programs.
+        SandboxError: a sandbox failed.
+    """
+    for language in languages:
+        async with sandboxes.lease(spec_of(language, CodeSection().memory_mib), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            candidate = _Candidate(
+                screened=Screened(code=language.nothing, status="", detail="", line=0, needs_imports=False),
+                code=language.nothing,
+                tests=CodeTests(tests=(), language=language),
+                rules=CodeSection(),
+            )
+            if problem := await candidate.compile(sandbox):
+                where = f"sandboxes of {sandbox.provider}"
+                raise SandboxConfigError(f"{where} can't compile a program that does nothing: {problem}")
+
+
 def _with_imports(found: Screened, tests: CodeTests) -> str:
     above = [tests.preamble]
     if tests.has_usual_imports:
@@ -216,14 +292,14 @@ def _failed(status: str, detail: str) -> Reward:
 
 
 class _Failures:
-    """Failed tests of recent problems, latest first. They determine an order, never a verdict."""
+    """Indices of failed tests by problem, latest first. They decide the order of tests, never a verdict."""
 
     def __init__(self, most_problems: int = 1024) -> None:
         self._most = most_problems
         self._seen: OrderedDict[int, list[int]] = OrderedDict()
 
     def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
-        """Return the chosen tests, with those that failed before first."""
+        """Return the chosen tests; tests that failed earlier answers come first."""
         failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
         return [*failed, *(index for index in chosen if index not in failed)]
 

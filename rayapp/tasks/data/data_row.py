@@ -14,6 +14,7 @@ from typing import Any
 from rayapp.core.errors import InputError
 from rayapp.tasks.answer_rules import TruthKind
 from rayapp.tasks.code.formats import as_json, read_tests
+from rayapp.tasks.code.languages import Language
 from rayapp.tasks.data.files import RowGroup, is_text, plain, read_groups
 
 
@@ -28,14 +29,14 @@ class DataRow:
     """The prompt's messages, each with role and content."""
     data_source: str
     ground_truth: Any
-    """Value of `reward_model.ground_truth`; a text for GSM8K."""
+    """Value of `reward_model.ground_truth`; for GSM8K a string."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Value of the column `extra_info`, for custom rewards."""
     agent_name: str = ""
     prompt_ids: tuple[int, ...] = ()
-    """Token ids of the prompt, truncated if the options say so; empty if there is no encoder."""
+    """Token ids of the prompt, truncated if the reading options demand it; empty without an encoder."""
 
 
 def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
@@ -64,7 +65,7 @@ def parse_row(raw: Mapping[str, Any], where: str) -> DataRow:
 
 
 def parse_messages(prompt: object, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages of a `prompt` column. Raises InputError as `parse_row`."""
+    """Return the messages in a value of the column `prompt`. Raises InputError: the value is not a list of messages."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise InputError(f"{where}: prompt must be a list of messages that isn't empty, not {prompt!r:.60}")
     for message in prompt:
@@ -91,23 +92,26 @@ def _without_none(value: Any) -> Any:
 
 
 KindOf = Callable[[str], TruthKind]
-"""From data source to the required form of ground_truth. Raises InputError if no rule scores the data source."""
+"""Function that returns the required form of ground_truth for a data source. It raises InputError if no rule scores the
+data source."""
 _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `target` is a text or a list of texts"}
 
 
-def check_truths(groups: Sequence[RowGroup], kind_of: KindOf) -> None:
-    """Check that all rows can be scored.
+def check_truths(groups: Sequence[RowGroup], kind_of: KindOf) -> frozenset[Language]:
+    """Check that all rows can be scored. Return the languages, besides Python, of the programs that they ask for.
 
     Raises:
         InputError: a row can't be scored; the message names the first one and its file.
     """
     kinds: dict[str, TruthKind] = {}
+    languages: set[Language] = set()
     for group, table in read_groups(groups, ("data_source", "reward_model.ground_truth")):
         if group.num_rows:
-            _check_group(group, table, kinds, kind_of)
+            languages |= _check_group(group, table, kinds, kind_of)
+    return frozenset(languages)
 
 
-def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_of: KindOf) -> None:
+def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_of: KindOf) -> set[Language]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -115,6 +119,7 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
     truths = pc.struct_field(table.column("reward_model").combine_chunks(), "ground_truth")
     _refuse(group, pc.or_kleene(pc.is_null(sources), pc.equal(sources, "")), "it has no data_source")
     _refuse(group, pc.is_null(truths), "reward_model has no ground_truth")
+    languages: set[Language] = set()
     for source in pc.unique(sources).to_pylist():
         of_source = pc.equal(sources, source)
         first = f"{group.path}, row {group.first_row + pc.index(of_source, True).as_py()}"
@@ -125,22 +130,26 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
                 raise InputError(f"{first}: {error}") from error
         kind = kinds[source]
         if kind == "tests":
-            _check_tests(group, truths, of_source)
+            languages |= _check_tests(group, truths, of_source)
         elif kind != "any" and not _is_right(truths.type, kind):
             raise InputError(f"{first}: the ground_truth of {source} must be {_WANTED[kind]}; it is {truths.type}")
         if kind == "targets":
             missing = _without_target(pc.struct_field(truths, "target"))
             _refuse(group, pc.and_(of_source, missing), "its ground_truth has no target")
+    return languages
 
 
-def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> None:
-    """Read every code problem, row by row: some tens of megabytes of tests per second."""
+def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
+    """Read every code problem, row by row: some tens of megabytes of tests per second. Return their languages."""
+    languages: set[Language] = set()
     for index, is_mine in enumerate(of_source.to_pylist()):
         if is_mine:
             try:
-                read_tests(as_json(truths[index].as_py()))
+                language = read_tests(as_json(truths[index].as_py())).language
             except InputError as error:
                 raise InputError(f"{group.path}, row {group.first_row + index}: no code problem: {error}") from error
+            languages |= {language} if language is not None else set()
+    return languages
 
 
 def _refuse(group: RowGroup, mask: Any, why: str) -> None:

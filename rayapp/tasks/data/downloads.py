@@ -33,11 +33,11 @@ class OwnColumns:
     """
 
     prompt: str = ""
-    """Column with a text or a list of messages; if empty, the first of PROMPT_NAMES that exists."""
+    """Name of the column with a string or a list of messages; if empty, the first of PROMPT_NAMES that exists."""
     answer: str = ""
-    """Column of the answer; if empty, the first of ANSWER_NAMES that exists."""
+    """Name of the column with the answer; if empty, the first of ANSWER_NAMES that exists."""
     has_answers: bool = True
-    """False if the reward needs no ground truth; it is then empty."""
+    """False if the reward needs no ground truth, which is then empty."""
     system: str = ""
     """System message for prompts that have none."""
 
@@ -197,5 +197,5 @@ def _without_decoding(split: Any) -> Any:
 
 
 def _first(error: Exception) -> str:
-    # `datasets` wraps the reader's error, which describes the problem.
+    # `datasets` wraps the error of its reader, and the reader's error describes the problem.
     return one_line(error.__cause__ or error)

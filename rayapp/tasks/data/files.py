@@ -29,7 +29,7 @@ _HUB = "hf://datasets/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """A row group of a parquet file, which is read as a whole."""
+    """One row group of a parquet file. Row groups are read as a whole."""
 
     path: Path
     index: int
@@ -121,7 +121,7 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
 
 
 def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL)) -> Any:
-    """Return a row group as a pyarrow Table, with those of the columns that it has.
+    """Return a row group as a pyarrow Table with these columns, as far as the file has them.
 
     Raises:
         InputError: the group can't be decoded.
@@ -130,7 +130,7 @@ def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL))
 
 
 def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
-    """Read row groups as `read_group` does, one after the other; each file is opened once.
+    """Yield each row group with its Table, like `read_group`; each file is opened only once.
 
     Args:
         columns: names; `a.b` is the field b of the structs in column a.
@@ -243,7 +243,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _cached(location: Location, cache: Path) -> Path:
-    # The path contains a hash of the location: two buckets may hold files of the same name.
+    # The path contains a hash of the location, because two buckets may have files with the same name.
     folder = hashlib.sha256(str(location).encode()).hexdigest()[:16]
     return cache / folder / Path(location.key).name
 

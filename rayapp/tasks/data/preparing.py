@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,24 +28,25 @@ from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.hidden_cases import Comparison
+from rayapp.tasks.code.languages import language_of
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.downloads import OwnColumns, load_splits
-from rayapp.tasks.data.rows import DATASETS, ONE_FILE_IS_TEST, Mapper, Row
+from rayapp.tasks.data.rows import DATASETS, IN_LANGUAGES, ONE_FILE_IS_TEST, Mapper, Row
 
 _log = logging.getLogger(__name__)
 ROWS_PER_GROUP = 1024
-"""Rows of a parquet row group; a reader holds whole groups in memory."""
+"""Number of rows in a parquet row group; a reader keeps whole groups in memory."""
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 OWN_SOURCE = "own"
 """data_source of a user's rows: no rule scores it, only the user's own reward function."""
 _MOST_NAMED = 20
-"""Most bad rows that are logged one by one; the others are only counted."""
+"""Maximum bad rows that are logged one by one; further ones are only counted."""
 Check = Callable[[Sequence[Row]], list[str]]
-"""From rows to the reason why each row's reference fails its tests; empty if it passes."""
+"""Function that returns, for each row, why the row's reference fails its tests; empty if the reference passes."""
 Progress = Callable[[str, int, int], None]
-"""Called with split, number of rows done, total number of rows."""
+"""Function that is called with the split, the number of rows done, and the total number of rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,12 +78,15 @@ class Preparation:
     limit: int | None = None
     """Number of rows to take from each split; None takes all."""
     max_bad_ratio: float = 0.01
-    """Largest fraction of bad rows in a split."""
+    """Maximum fraction of bad rows in a split."""
     overwrite: bool = False
     revision: str = ""
     """Revision of a source on the hub; empty for the newest."""
     data_source: str = ""
     """data_source of the rows, which selects the scoring rule; if empty, the data set's hub id."""
+    language: str = ""
+    """Language of the programs to ask for; empty for each example's own, or Python. Solutions in other languages are
+    left out."""
     check_references: bool = True
     """Run the reference solutions of code problems on their tests."""
     own: OwnColumns | None = None
@@ -105,8 +109,10 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
     """
     if job.own is None and job.name not in DATASETS:
         raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
+    if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
+        raise InputError(f"--language {job.language}: only {', '.join(IN_LANGUAGES)} have programs in other languages")
     async with open_storage(job.out) as storage:
-        # Check the target first: an hour of mapping must not end with a wrong key.
+        # Check the target first, so that a wrong key does not fail the command after an hour of mapping.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
             reports = await _mapped(job, Path(scratch), progress)
@@ -142,11 +148,22 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
     for split, examples in splits.items():
         taken = examples.select(range(min(len(examples), job.limit))) if job.limit is not None else examples
         report = SplitReport(split=split)
-        rows = _map_split(taken, mapper, report, job.data_source or hub_id, progress)
+        asked = partial(_in_language, mapper, job.language) if job.language else mapper
+        rows = _map_split(taken, asked, report, job.data_source or hub_id, progress)
         _write(_checked(rows, report, check), scratch / "out" / f"{split}.parquet")
         _check(job, report)
         reports.append(report)
     return reports
+
+
+def _in_language(
+    mapper: Mapper, language: str, example: Mapping[str, Any], index: int, split: str, data_source: str
+) -> Row:
+    """Map an example to a row that asks for this language."""
+    own = example.get("language")
+    if language_of(own) != language_of(language) and isinstance(example.get("solutions"), str):
+        example = {**example, "solutions": "[]"}  # in Python, or in the example's own language
+    return mapper({**example, "language": language}, index, split, data_source)
 
 
 def _map_split(
@@ -179,7 +196,8 @@ def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator
 def _check_references(
     sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
 ) -> list[str]:
-    """Return why each row's reference fails; empty if it passes or there is none. Call it outside the loop's thread."""
+    """Return, for each row, why its reference fails; empty if it passes or there is no reference. Call this outside the
+    event loop's thread."""
 
     async def problem(row: Row) -> str:
         reference = row["extra_info"].get("reference")
@@ -188,7 +206,7 @@ def _check_references(
         code = CodeProblem(
             ground_truth=row["reward_model"]["ground_truth"], comparison=comparison, rules=_REFERENCE_RULES
         )
-        verdict = await code.score(f"```python\n{reference}\n```", sandboxes, seed=0)
+        verdict = await code.score(await code.fenced(reference), sandboxes, seed=0)
         return "" if verdict.valid and verdict.value == 1.0 else verdict.detail or verdict.status
 
     async def all_of_them() -> list[str]:
@@ -213,7 +231,7 @@ def _write(rows: Iterator[Row], path: Path) -> None:
 
 
 def _schema(rows: Sequence[Row]) -> Any:
-    """Return the Arrow types of a split's first rows; images get a fixed type, as a missing path would have none."""
+    """Return the Arrow types of a split's first rows. Images get a fixed type, because a missing path has no type."""
     import pyarrow as pa
 
     schema = pa.Table.from_pylist(rows).schema

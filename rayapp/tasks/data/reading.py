@@ -41,7 +41,7 @@ def windows(group_sizes: Sequence[int], *, window_rows: int, seed: int, epoch: i
 
     Args:
         group_sizes: number of used rows, by row group.
-        window_rows: most rows of a window; a larger group is a window by itself.
+        window_rows: maximum rows of a window; a larger group is a window by itself.
     """
     order = [group for group, size in enumerate(group_sizes) if size]
     if shuffle:
@@ -95,9 +95,10 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
 
 
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
-"""From messages and the row's agent_name to the prompt's token ids, with the template and this agent's tools."""
+"""Function of (messages, agent_name) that returns the prompt's token ids, with the chat template and the agent's
+tools."""
 CheckAgent = Callable[[str, str], None]
-"""Takes agent_name, and file and row for messages. Raises InputError if there is no such agent."""
+"""Function of (agent_name, file and row for messages) that raises InputError if there is no such agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +109,9 @@ class ReadOptions:
     shuffle: bool = True
     """False keeps the order of the files, as for validation."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; None disables the check."""
+    """Maximum tokens of a prompt; None disables the check."""
     filter_overlong_prompts: bool = True
-    """Drop prompts above the maximum, counted in `num_overlong`; False applies `truncation`."""
+    """True drops longer prompts and counts them in `num_overlong`; False applies `truncation` to them."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 
@@ -133,8 +134,8 @@ class TrainingData:
         self._encode = encode
         if check_agent is not None:
             _check_agents(groups, check_agent)
-        if truth_kind is not None:
-            check_truths(groups, truth_kind)
+        self.languages = check_truths(groups, truth_kind) if truth_kind is not None else frozenset()
+        """Languages, besides Python, of the programs that the rows ask for; empty if no `truth_kind` was given."""
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
@@ -197,8 +198,8 @@ class TrainingData:
     def _measure(self, group: RowGroup) -> Sequence[int]:
         """Return the indices of the group's rows that are used.
 
-        Prompts are measured before the run: it needs the length of an epoch, and an overlong prompt must not stop it at
-        its thousandth step.
+        Prompts are measured before the run: the length of an epoch has to be known, and an overlong prompt must not
+        stop the run at its thousandth step.
         """
         options = self._options
         if options.max_prompt_tokens is None:

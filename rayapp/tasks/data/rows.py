@@ -11,7 +11,6 @@ empty.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import re
@@ -21,17 +20,20 @@ from typing import Any
 
 from rayapp.core.errors import InputError
 from rayapp.tasks.code.formats import prime_form, read_tests
+from rayapp.tasks.code.languages import Language, language_of
+from rayapp.tasks.extraction import parse
 
 Row = dict[str, Any]
 PROGRAM_INSTRUCTION = (
-    "Write a Python program that reads from standard input and writes to standard output. "
-    "Put it in one ```python block."
+    "Write a {language} program that reads from standard input and writes to standard output. "
+    "Put it in one ```{fence} block."
 )
 FUNCTION_INSTRUCTION = "Write the Python function `{name}`. Put your code in one ```python block."
 MAX_TEST_CHARS = 1 << 20
-"""Most characters of a problem's inputs and outputs: further tests are left out. Training holds many rows in memory."""
-_PYTHON3 = 3
-"""Number of the language in CodeContests."""
+"""Maximum characters of a problem's inputs and outputs: further tests are left out, because training keeps many rows in
+memory."""
+_NUMBERS = {"cpp": 2, "": 3, "java": 4}
+"""Numbers of languages in CodeContests, by key; Python 3 is the empty text."""
 
 
 def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
@@ -70,21 +72,28 @@ def mbpp_prompt(told: str, tests: list[str]) -> str:
 
 
 def apps_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of APPS or TACO.
+    """Map a problem of APPS or TACO. If the example has a column `language`, its solutions are in that language.
 
     Raises:
         InputError: as for `humaneval_row`.
     """
     solutions = json.loads(example.get("solutions") or "[]")
     starter = str(example.get("starter_code") or "")
-    return _competition_row(example, "question", starter, _first_parsing(solutions), index, split, data_source)
+    reference = _first_solution(solutions, language_of(example.get("language")))
+    return _competition_row(example, "question", starter, reference, index, split, data_source)
 
 
 def codecontests_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
-    """Map a problem of CodeContests. Raises InputError as `humaneval_row`."""
+    """Map a problem of CodeContests, with a solution in the language of the column `language`, by default Python.
+
+    Raises:
+        InputError: as for `humaneval_row`.
+    """
+    language = language_of(example.get("language"))
     found = example.get("solutions") or {}
     pairs = zip(found.get("language", ()), found.get("solution", ()), strict=False) if isinstance(found, dict) else ()
-    reference = _first_parsing([text for language, text in pairs if language == _PYTHON3])
+    number = _NUMBERS.get(language.key if language else "")
+    reference = _first_solution([text for each, text in pairs if each == number], language)
     return _competition_row(example, "description", "", reference, index, split, data_source)
 
 
@@ -98,11 +107,11 @@ def _competition_row(
     example: Mapping[str, Any], column: str, starter: str, reference: str, index: int, split: str, data_source: str
 ) -> Row:
     fields = _within_bounds(prime_form(example))
-    name = fields.get("fn_name")
+    language, name = language_of(fields.get("language")), fields.get("fn_name")
     parts = [text_of(example, column)]
     if starter.strip():
         parts.append(f"Begin with this code:\n```python\n{starter.rstrip()}\n```")
-    parts.append(FUNCTION_INSTRUCTION.format(name=name) if name else PROGRAM_INSTRUCTION)
+    parts.append(FUNCTION_INSTRUCTION.format(name=name) if name else _program_instruction(language))
     return _row("\n\n".join(parts), fields, reference, index, split, data_source)
 
 
@@ -129,14 +138,19 @@ def _within_bounds(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _first_parsing(solutions: object) -> str:
-    """Return the first solution that parses as Python 3: some data sets also contain Python 2."""
+def _program_instruction(language: Language | None) -> str:
+    if language is None:
+        return PROGRAM_INSTRUCTION.format(language="Python", fence="python")
+    return PROGRAM_INSTRUCTION.format(language=language.name, fence=language.fences[0])
+
+
+def _first_solution(solutions: object, language: Language | None) -> str:
+    """Return the first solution; in Python the first that parses as Python 3, as some data sets also have Python 2."""
     for text in solutions if isinstance(solutions, list) else ():
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError, TypeError):
+        if not isinstance(text, str) or not text.strip():
             continue
-        return str(text)
+        if language is not None or parse(text) is not None:
+            return text
     return ""
 
 
@@ -252,7 +266,9 @@ DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "codecontests": ("deepmind/code_contests", None, codecontests_row),
     "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
-"""By name: hub id (also the data_source that selects the scoring rule), configuration on the hub, mapper."""
+"""Name -> hub id (also the data_source, which selects the scoring rule), configuration on the hub, and mapper."""
+IN_LANGUAGES = ("apps", "taco", "codecontests", "livecodebench")
+"""Data sets whose programs may be asked for in other languages than Python."""
 ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})
 """Benchmarks without a train split: if the source is one file, it is the test split."""
 

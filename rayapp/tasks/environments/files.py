@@ -33,7 +33,7 @@ class _Environment(FrozenModel):
     prompt: str = ""
     """User message to the policy. The environment's first observation is appended."""
     timeout_s: float = Field(60.0, gt=0.0)
-    """Deadline of one answer of the environment; past it the trajectory fails."""
+    """Deadline of one answer of the environment, in seconds; after it the trajectory fails."""
 
     def beside(self, path: str) -> str:
         """Return the path beside the file if it exists there, otherwise the path unchanged."""
@@ -45,13 +45,14 @@ class TrlEnvironment(_Environment):
 
     environment: Literal["trl"]
     factory: str
-    """file.py:Class or package.module:Class; also a function that returns an environment."""
+    """Name of the class, file.py:Class or package.module:Class, or of a function that returns an environment."""
     rows: str = ""
     """.jsonl or .parquet file: each row's columns are arguments of `reset`; `prompt` is the policy's prompt."""
     size: int = Field(64, ge=1)
     """Number of prompts without `rows`; they differ in the argument `seed` of `reset`."""
     reward: str = ""
-    """A reward function in TRL's form. If empty: the environment's `get_reward()`, or its attribute `reward`."""
+    """Name of a reward function in TRL's form. If empty, the reward is the environment's `get_reward()` or attribute
+    `reward`."""
 
 
 class OpenEnvEnvironment(_Environment):
@@ -90,7 +91,7 @@ class VerifiersEnvironment(_Environment):
     packages: tuple[str, ...] = ("verifiers>=0.3.1,<0.4",)
     """Packages that pip installs, once for each list: verifiers, and the environment's requirements."""
     python: str = ""
-    """An interpreter that has these packages; then nothing is installed."""
+    """Path of a Python interpreter that has these packages; if it is set, no packages are installed."""
     split: Literal["train", "eval"] = "train"
     size: int = Field(0, ge=0)
     """Number of rows to take, from the first; 0 takes all."""
@@ -130,7 +131,7 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentTask:
-    """One row of an environment, which plays and scores it (`rayapp.rollout.environments`)."""
+    """One row of an environment. The environment plays and scores its rows (`rayapp.rollout.environments`)."""
 
     environment: AnyEnvironment
     index: int

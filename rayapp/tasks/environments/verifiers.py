@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, ToolUnavailableError
-from rayapp.core.programs import end, kept, passed_on
+from rayapp.core.programs import end, passed_on, supervised
 from rayapp.tasks.environments.files import EnvironmentTask, VerifiersEnvironment
 
 _SHOWN_CHARS = 800
-"""Most characters of the installer's output in an error."""
+"""Maximum characters of the installer's output in an error message."""
 
 
 def python_with(packages: Sequence[str]) -> Path:
@@ -89,7 +89,7 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("verifiers_child.py")
 _START_TIMEOUT_S = 600.0
-"""Deadline for the imports and data sets of an environment."""
+"""Deadline in seconds for the imports and data sets of an environment."""
 _MAX_LINE = 1 << 28
 _ALSO_PASSED_ON = (
     *("HF_HOME", "HF_ENDPOINT"),
@@ -176,7 +176,7 @@ class VerifiersProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is no process."""
+        """Process id of the environment's process; None while there is no process."""
         return self._child.pid if self._child is not None else None
 
     async def play(self, row: int, *, url: str, key: str, model: str) -> dict[str, float]:
@@ -228,7 +228,7 @@ class VerifiersProcess:
     async def _start(self) -> asyncio.subprocess.Process:
         command = await asyncio.to_thread(_command, self.environment, plays=True)
         child = await asyncio.create_subprocess_exec(
-            *kept(command, listens=True),
+            *supervised(command, listens=True),
             env=_variables(self.environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

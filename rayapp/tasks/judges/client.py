@@ -21,7 +21,7 @@ from rayapp.tasks.custom_rewards import RewardFailedError
 MAX_ANSWER_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LATER = (408, 409, 425, 429)
-"""Statuses that are retried, besides 5xx."""
+"""HTTP statuses that are retried, besides those from 500 on."""
 
 
 class EndpointClient:
@@ -75,7 +75,7 @@ class EndpointClient:
             if not left or failure.kind == "judge_refused":
                 raise failure
             if asked_s is not None:
-                # Blocks all requests of this process, which would be refused as well, but at most for one timeout.
+                # Delay all requests of this process, because they would be refused too; at most for one timeout.
                 self._pace.block_for(min(asked_s, self._endpoint.timeout_s))
             else:
                 await asyncio.sleep(next(pauses))

@@ -30,16 +30,16 @@ Winner = Literal["A", "B", "tie"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Cost of answers."""
+    """Cost of a judge's answers."""
 
     requests: int = 0
     cached: int = 0
-    """Answers from the cache."""
+    """Number of answers from the cache."""
     tokens_in: int = 0
     tokens_out: int = 0
     dollars: float = 0.0
     failed: int = 0
-    """Questions without a usable answer."""
+    """Number of questions without a usable answer."""
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
@@ -51,7 +51,7 @@ class Bill:
 
 
 class JudgeFailedError(RewardFailedError):
-    """Failure of an answer that is unusable but was paid for."""
+    """A judge's answer is unusable, but cost money."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -102,7 +102,9 @@ class Judge:
         return sum(each.weight * parts[each.name] for each in self.section.rubric) / total, parts, said
 
     async def compare(self, first: Asked, second: Asked) -> tuple[Winner, Judgement]:
-        """Return which response a pairwise judge prefers when shown in this order. Raises as `score`."""
+        """Return the response that a pairwise judge prefers, shown in this order. Raises RewardFailedError like
+        `score`.
+        """
         said = await self._remembered(
             (first, second), lambda: self._answered(*pairwise_question(self.section, first, second))
         )
@@ -132,7 +134,8 @@ class Judge:
         await self._client.close()
 
     async def _remembered(self, about: tuple[Asked, ...], ask: Callable[[], Awaitable[Judgement]]) -> Judgement:
-        """Return the cached answer, or ask. Concurrent callers with the same question share one request."""
+        """Return the answer from the cache or from the server. Concurrent callers with the same question share one
+        request."""
         if self._folder is None:
             return await ask()
         digest = self._digest(about)
@@ -152,7 +155,8 @@ class Judge:
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        section = self.section
+        """Ask, and once more after an unusable answer; at temperature 0 a second answer would be the same."""
+        section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
             form = {"name": "judgement", "strict": True, "schema": schema}
@@ -160,7 +164,17 @@ class Judge:
             body["response_format"] = {"type": section.response_format, **with_schema}
         if section.temperature is not None:
             body["temperature"] = section.temperature
-        found = await self._client.post(f"{section.base_url}/chat/completions", body)
+        for is_last in (True,) if section.temperature == 0 else (False, True):
+            try:
+                found = await self._client.post(f"{section.base_url}/chat/completions", body)
+                paid += self._bill(found)
+                return Judgement(answer=self._read_choice(found, schema), bill=paid)
+            except RewardFailedError as error:
+                if is_last or error.kind != "judge_answer":
+                    raise JudgeFailedError(str(error), error.kind, paid) from None
+        raise AssertionError("the last try returns or raises")
+
+    def _read_choice(self, found: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
         try:
             choice = found["choices"][0]
             text = _text(choice["message"]["content"]) or choice["message"].get("refusal") or ""
@@ -169,11 +183,10 @@ class Judge:
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._failed(f"no chat completion: {_short(found)}") from None
         try:
-            answer = read_answer(text, schema)
+            return read_answer(text, schema)
         except RewardFailedError as error:
-            cut = f" (cut at max_tokens = {section.max_tokens})" if choice.get("finish_reason") == "length" else ""
-            raise JudgeFailedError(f"judge {section.name} {error}{cut}", error.kind, self._bill(found)) from None
-        return Judgement(answer=answer, bill=self._bill(found))
+            cut = f" (cut at max_tokens = {self.section.max_tokens})" if choice.get("finish_reason") == "length" else ""
+            raise RewardFailedError(f"judge {self.section.name} {error}{cut}", error.kind) from None
 
     async def _classified(self, asked: Asked) -> Judgement:
         section = self.section

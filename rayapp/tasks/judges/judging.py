@@ -21,7 +21,7 @@ from rayapp.tasks.judges.judge import Bill, Judge, JudgeFailedError
 from rayapp.tasks.judges.questions import Asked
 
 CACHE = "judgements"
-"""Folder with cached answers, in the run folder."""
+"""Name of the folder with cached answers, in the run folder."""
 SOLVED = "solved"
 _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
@@ -70,16 +70,16 @@ class Judging:
 
     @property
     def compares(self) -> bool:
-        """True if a judge needs the whole group."""
+        """True if one of the judges compares the trajectories of a group."""
         return bool(self._comparing)
 
     @property
     def compare_timeout_s(self) -> float:
-        """Least time to reserve for comparisons within the group's deadline, in seconds."""
+        """Minimum seconds to reserve for comparisons within the group's deadline."""
         return max((judge.section.timeout_s for judge, _ in self._comparing), default=0.0)
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:
-        """Return the verdict with the scores of judges of single responses; without such judges, the verdict."""
+        """Return the verdict with the scores of judges of single responses added; unchanged if there are none."""
         if not verdict.valid or not (self._alone or self._comparing):
             return verdict
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
@@ -89,7 +89,8 @@ class Judging:
         return reward
 
     async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards of a group's responses with the scores of pairwise judges; invalid rewards stay."""
+        """Return the rewards of a group's responses with the scores of pairwise judges added. Invalid rewards are
+        returned unchanged."""
         found = list(rewards)
         there = [place for place, reward in enumerate(rewards) if reward.valid]
         solved = [bool(rewards[place].terms.get(SOLVED)) for place in there]

@@ -27,7 +27,8 @@ _CONTROL = re.compile(
     r"(<)(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|(?:start|end)_of_\w+|think)>|<SYS>>|</SYS>>)|(\[)(?=/?[A-Z][A-Z_]+\])"
 )
 """Beginnings of control words such as <|im_end|>, </s>, <end_of_turn> and [INST]."""
-_FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*?)\n```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
+_MAX_ANSWER_CHARS = 1 << 16
 _SYSTEM = """\
 You judge {subject}. The criteria:
 {criteria}
@@ -101,9 +102,11 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     if text.lstrip().startswith("<think>"):
         text = text.rpartition("</think>")[2]
-    blocks = _FENCED.findall(text)
+    if len(text) > _MAX_ANSWER_CHARS:
+        raise RewardFailedError(f"answered {len(text):,} characters: {one_line(text, 200)!r}", "judge_answer")
+    parts = _FENCE.split(text)
     try:
-        found = json.loads(blocks[0] if len(blocks) == 1 else text, object_pairs_hook=_each_once)
+        found = json.loads(parts[1] if len(parts) == 3 else text, object_pairs_hook=_each_once)
         problem = best_match(Draft202012Validator(schema).iter_errors(found))
     except (ValueError, RecursionError):
         raise RewardFailedError(f"answered no JSON: {one_line(text, 200)!r}", "judge_answer") from None

@@ -1,18 +1,19 @@
 """Reads and checks a task folder in Harbor's layout.
 
     instruction.md      the agent's instruction
-    task.toml           limits, and `[metadata.rayapp]`: files that count, and how they are scored
+    task.toml           limits, and `[metadata.rayapp]`: files that belong to an answer, and how it is scored
     environment/        the repository at the start; optionally a Dockerfile
     tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, if the user trusts it, see `scripts.py`
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
-No image is built here. A Dockerfile that only takes Python, or a bare Debian or Ubuntu, and copies its folder needs no
-image: the local provider can follow it. Any other needs an image that was built elsewhere (docs/environments.md).
+A Dockerfile that only takes Python, or a bare Debian or Ubuntu, and copies its folder needs no image. One that takes
+another image and copies its folder needs that image. Any other has to be built (docs/environments.md).
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
+from rayapp.sandbox.images.reference import PREFIX
 from rayapp.tasks.repository.hidden_tests import HiddenTest, read_hidden_tests
 from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
 
@@ -34,23 +36,61 @@ _HERE = frozenset({".", "./"})
 
 
 def why_an_image(dockerfile: str) -> str:
-    """Return the first line that a plain Python sandbox can't follow, and why; empty if it can follow all."""
+    """Return the first line of a Dockerfile that a plain Python sandbox can't follow, and why; empty if it can follow
+    all."""
     for number, words in _instructions(dockerfile):
         name, rest = words[0].upper(), words[1:]
         why = ""
         if name == "FROM":
             why = _of_base(rest[0] if rest else "")
         elif name == "COPY":
-            why = "" if len(rest) == 2 and rest[0] in _HERE else "it copies other things than its folder"
+            why = "" if len(rest) == 2 and rest[0] in _HERE else "it copies more than its own folder"
         elif name not in _HARMLESS:
-            why = "nothing is built or run here"
+            why = "rayapp builds no images"
         if why:
             return f"line {number}, `{' '.join(words)[:80]}`: {why}"
     return ""
 
 
+def base_image(dockerfile: str) -> str:
+    """Return the image that a Dockerfile takes if it does nothing but copy its folder and set variables; else empty."""
+    found = _instructions(dockerfile)
+    bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
+    others = [words for _, words in found if words[0].upper() != "FROM"]
+    can_follow = all(
+        words[0].upper() in _HARMLESS or (words[0].upper() == "COPY" and len(words) == 3 and words[1] in _HERE)
+        for words in others
+    )
+    return bases[0] if len(bases) == len(found) - len(others) == 1 and can_follow and "$" not in dockerfile else ""
+
+
+def variables_of(dockerfile: str) -> dict[str, str]:
+    """Return the variables that a Dockerfile sets."""
+    found: dict[str, str] = {}
+    for _, words in _instructions(dockerfile):
+        if words[0].upper() != "ENV" or len(words) < 2:
+            continue
+        try:
+            parts = shlex.split(" ".join(words[1:]))
+        except ValueError:
+            parts = words[1:]
+        is_old_form = "=" not in parts[0]
+        found |= {parts[0]: " ".join(parts[1:])} if is_old_form else dict(_pair(part) for part in parts)
+    return found
+
+
+def _pair(part: str) -> tuple[str, str]:
+    name, _, value = part.partition("=")
+    return name, value
+
+
+def _built(name: str) -> str:
+    """Return the template of an image that is built from the folder with this name."""
+    return f"{PREFIX}build:{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+
+
 def workdir_of(dockerfile: str) -> str:
-    """Return the last WORKDIR; empty if there is none."""
+    """Return the folder of a Dockerfile's last WORKDIR; empty if it has none."""
     return next((words[-1] for _, words in reversed(_instructions(dockerfile)) if words[0].upper() == "WORKDIR"), "")
 
 
@@ -62,7 +102,7 @@ def _of_base(image: str) -> str:
 
 
 def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
-    """Return the instructions: the number of the first line, and the words of each."""
+    """Return the instructions of a Dockerfile as pairs (number of the first line, words)."""
     found: list[tuple[int, list[str]]] = []
     begun, words = 0, list[str]()
     for number, line in enumerate(dockerfile.splitlines(), start=1):
@@ -81,14 +121,14 @@ MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
 TRUST = "trust_test_scripts=true"
 _SCRIPT_TIMEOUT_S, _TESTS_TIMEOUT_S = 600.0, 120.0
-"""Default time limits: Harbor's own for test.sh, and the limit of hidden tests."""
+"""Default time limits: Harbor's own for test.sh, and rayapp's for hidden tests."""
 _UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 _DOCKER = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
 _SKIPPED = frozenset({"__pycache__", ".git", ".pytest_cache", ".DS_Store"})
 
 
 class _Section(BaseModel):
-    """Section of task.toml; other keys are Harbor's and are ignored."""
+    """Section of task.toml. Keys without a field are Harbor's and are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -98,9 +138,11 @@ class Own(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     answer: tuple[str, ...] = ("*",)
-    """Patterns of the files that count; changes to other files are ignored."""
+    """Patterns of the files that belong to an answer; changes to other files are ignored."""
     score: Literal["all", "share"] = "all"
-    """all: 1 if every test is passed, else 0. share: tests passed / tests."""
+    """Reward: `all` gives 1 if every test passes, else 0; `share` gives the fraction of tests that pass."""
+    sentinels: int = Field(12, ge=0, le=64)
+    """Maximum runs of a trusted test.sh with a wrong expectation, to find forged verdicts; 0 runs none."""
 
 
 class _Metadata(_Section):
@@ -116,7 +158,7 @@ class _TaskEnvironment(_Section):
     @model_validator(mode="before")
     @classmethod
     def _read_sizes(cls, values: dict[str, object]) -> dict[str, object]:
-        """Accept `memory = "2G"`, the form in Harbor's first version."""
+        """Accept `memory = "2G"`, the form of Harbor's first version."""
         return {f"{name}_mb": _mebibytes(values[name]) for name in ("memory", "storage") if name in values} | values
 
 
@@ -135,23 +177,27 @@ class _Toml(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFolder:
-    """Contents of a task folder."""
+    """Contents of a task folder, checked."""
 
     name: str
     instruction: str
     repository: Mapping[str, str]
     tests: tuple[HiddenTest, ...]
     script: TestScript | None
-    """Script that judges in place of the tests."""
+    """Script that judges instead of the hidden tests; None if the tests judge."""
     solution: Mapping[str, str]
-    """Files of the solution; empty if the folder has none."""
+    """Path -> text of the solution's files; empty if the folder has no solution."""
     own: Own
     image: str
     """Image or template that the sandboxes need; empty if any sandbox with Python is enough."""
     images: Mapping[str, str]
-    """Images that the workspaces or verdicts need, each with the reason."""
+    """Image that the workspaces or verdicts need -> the reason why they need it."""
     workdir: str
     """Folder of the repository for Harbor's scripts; empty if there is no script."""
+    image_workdir: str
+    """Folder of the repository in an image; empty for the image's own."""
+    env: tuple[tuple[str, str], ...]
+    """Variables that the Dockerfile adds to those of its image."""
     timeout_s: float
     memory_mib: int
     disk_mib: int
@@ -161,7 +207,7 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     """Return the contents of a task folder, checked.
 
     Args:
-        trusts_script: allow the folder's `tests/test.sh`, if it has one, to judge.
+        trusts_script: let the folder's `tests/test.sh` judge, if it has one.
     Raises:
         InputError: a part is missing or can't be used; the message names the part and the way out.
     """
@@ -169,7 +215,7 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     for part in ("instruction.md", "task.toml", "environment", "tests"):
         found = folder.joinpath(part)
         if not (found.is_file() or found.is_dir()):
-            raise InputError(f"{where}: there is no {part} in it (docs/environments.md)")
+            raise InputError(f"{where}: it has no {part} (docs/environments.md)")
     toml = _read_toml(folder.joinpath("task.toml"), where)
     environment = dict(_texts(folder.joinpath("environment"), where))
     tests = dict(_files(folder.joinpath("tests"), where))
@@ -183,7 +229,11 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     has_workdir = is_script or SOLVE in solution
     image, why = _image(toml.environment, environment, name)
     if has_workdir and workdir != WORKDIR and not image:
-        image, why = name, f"its folder is {workdir}, which only an image has"
+        base = base_image(dockerfile)
+        image, why = (
+            f"{PREFIX}{base}" if base else _built(name),
+            f"its working folder is {workdir}, which only an image has",
+        )
     script, script_why = _script(tests, toml.verifier, (image, why), name, where) if is_script else (None, "")
     images = {image: why} | ({script.image: script_why} if script else {})
     return TaskFolder(
@@ -197,6 +247,8 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
         image=image,
         images={each: why for each, why in images.items() if each},
         workdir=workdir if has_workdir else "",
+        image_workdir=(toml.environment.workdir or workdir_of(dockerfile)) if image else "",
+        env=tuple(variables_of(dockerfile).items()) if image else (),
         timeout_s=toml.verifier.timeout_sec or (_SCRIPT_TIMEOUT_S if is_script else _TESTS_TIMEOUT_S),
         memory_mib=toml.environment.memory_mb,
         disk_mib=min(toml.environment.storage_mb, _LARGEST_DISK_MIB),
@@ -213,36 +265,43 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
 
 
 def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the image that the task needs, empty if any sandbox with Python is enough, and why."""
+    """Return the image that the task needs, and why it does; two empty strings if any sandbox with Python is enough."""
     if section.docker_image:
-        return section.docker_image, "task.toml names it"
+        return f"{PREFIX}{section.docker_image}", "task.toml names it"
     compose = next((file for file in environment if file.startswith("docker-compose")), "")
     why = why_an_image(environment.get("Dockerfile", ""))
+    if why and not compose and (base := base_image(environment.get("Dockerfile", ""))):
+        return f"{PREFIX}{base}", f"its Dockerfile, {why}"
     why = f"its Dockerfile, {why}" if why else compose and f"it has a {compose}"
-    return (name if why else ""), why
+    return (_built(name) if why else ""), why
 
 
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """Return the script, and why it needs its image: the agent's, or the one that Harbor would build from `tests`."""
+    """Return the script, and why it needs an image: the agents' image, or one that Harbor would build from `tests`."""
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
-        raise InputError(f"{where}: its verifier.env.{secret} is a variable of this machine's: none enters a sandbox")
+        raise InputError(
+            f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "
+            "may not enter a sandbox. Leave it out"
+        )
     texts = {path: files.get(path, b"").decode(errors="replace") for path in ("Dockerfile", "test.sh")}
     if not interpreter_of(texts["test.sh"].partition("\n")[0]):
-        raise InputError(f"{where}: tests/test.sh can't start: its first line names no program, as `#!/bin/bash` does")
+        raise InputError(
+            f"{where}: tests/test.sh can't start: its first line names no program. Begin it with `#!/bin/bash`"
+        )
     image, why = agents
     if verifier.environment_mode == "separate" or verifier.environment:
         section = verifier.environment or _TaskEnvironment()
         image, why = _image(section, texts, f"{name}-tests") if texts["Dockerfile"] or section.docker_image else agents
     if not image and (why := why_a_script_needs_an_image(texts["test.sh"])):
-        image = name
+        image = _built(name)
     return TestScript(files=files, env=tuple(verifier.env.items()), image=image), why
 
 
 def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
-    trust = f"To let it judge all the same name the folder FOLDER?{TRUST}, and audit it first"
-    script = f"tests/test.sh would run beside the code that it judges, which could forge its reward. {trust}. "
+    trust = f"To let it judge nevertheless, write the task's name as FOLDER?{TRUST}; audit the task first"
+    script = f"tests/test.sh runs beside the code that it judges, which could forge the reward. {trust}. "
     told = script if "test.sh" in files else ""
     try:
         tests = [
@@ -261,7 +320,7 @@ def _tests(files: Mapping[str, bytes], where: str) -> tuple[HiddenTest, ...]:
 
 
 def _mebibytes(size: object) -> object:
-    """Return the MiB of `2G`, `512M` or `64K`; anything else unchanged, for pydantic to refuse."""
+    """Return the MiB of `2G`, `512M` or `64K`. Return any other value unchanged, so that pydantic refuses it."""
     text = str(size).upper()
     try:
         return int(float(text[:-1]) * _UNITS[text[-1:]])
@@ -270,7 +329,7 @@ def _mebibytes(size: object) -> object:
 
 
 def _texts(folder: Traversable, where: str) -> Iterator[tuple[str, str]]:
-    """Yield relative path and text of every file, in order."""
+    """Yield pairs (relative path, text) of every file, in order."""
     for path, data in _files(folder, where):
         yield path, _decoded(path, data, where)
 

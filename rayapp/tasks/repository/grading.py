@@ -1,9 +1,9 @@
-"""Verdict on changed files: hidden tests in a fresh sandbox, which gets only the repository with the changes.
+"""Verdict on changed files: hidden tests run in a fresh sandbox, which gets only the repository with the changes.
 
-    changed files -> the repository with them -> one interpreter per test -> values of its probes -> compared here
+    changed files -> repository with the changes -> one interpreter per test -> values of its probes -> compared outside
 
-No expected value enters the sandbox, and nothing that an agent left behind: no process, no bytecode, no file that was
-not handed in.
+No expected value enters the sandbox. Neither does anything that an agent left in its workspace: no process, no
+bytecode, no file that was not handed in.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TestOutcome:
     """Result of one hidden test on a repository."""
 
     problem: str
-    """Reason of failure; empty if passed."""
+    """Reason why the test failed; empty if it passed."""
     seconds: float
 
 
@@ -63,7 +63,7 @@ async def run_tests(
 
     Args:
         repository: all files of the repository, by relative path.
-        timeout_s: time limit for all tests together, counted while they run. Tests left after it are failed.
+        timeout_s: time limit for all tests together, counted while they run. Tests that have not run by then fail.
     Raises:
         SandboxError: the sandbox failed.
         TextReadingFailedError: the text process, which checks the conditions, can't be started.
@@ -85,7 +85,7 @@ async def run_tests(
 
 
 def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
-    """Return reward 1 if all tests are passed, else 0; with `pays_share`, the fraction of passed tests.
+    """Return reward 1 if all tests passed, else 0; with `pays_share`, return the fraction of tests that passed.
 
     Terms: `pass_rate` and `solved`.
     """

@@ -1,14 +1,14 @@
-"""Reads a repository's hidden tests, which are written for pytest. Pure; `grading.py` runs them.
+"""Reads a repository's hidden tests, which are written for pytest; `grading.py` runs them. Pure functions.
 
 Each test is separated into code that runs in the sandbox, and conditions that are checked outside:
 
     assert total(cart) == 12   ->   inside: probe(total(cart))        outside: value == 12
     with pytest.raises(X): …   ->   inside: probe(the exception)      outside: X is among its classes
 
-The code under test never meets an expected value, so it can neither read one nor forge a verdict. A file that can't be
-separated is refused when its task is loaded.
+The code under test runs without the expected values, so it can neither read them nor forge a verdict. A file with a
+test that can't be separated is refused when its task is loaded.
 
-Imported by the text process, so it may import only the standard library and modules that do the same.
+The text process imports this module, so it may import only the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rayapp.tasks.code.conditions import COMPARE
 from rayapp.tasks.extraction import parse
 
 Condition = Callable[[Any], object]
-"""From a probe's value, plain data, to whether the assertion holds; if it raises, it does not. Called in the text
-process, so it is a `partial` of a function of this module."""
+"""Function that takes a probe's value, plain data, and returns whether the assertion holds; if the function raises, it
+does not hold. It runs in the text process, so it is a `partial` of a function of this module."""
 PROBE = "_rayapp_probe"
 _MOST_MESSAGE_CHARS = 2000
-"""Most characters of an exception's message that are matched with a pattern."""
+"""Maximum characters of an exception's message that are matched with a pattern."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,17 @@ class HiddenTest:
     """One test function."""
 
     name: str
-    """`test_cart.py::test_total`."""
+    """Name in pytest's form, such as `test_cart.py::test_total`."""
     original: str
-    """The test's own source; must not reach an agent."""
+    """Source of the test as it is written; it must not reach an agent."""
     source: str
-    """Python that calls PROBE with a value for each condition, in order."""
+    """Python source for the sandbox, which calls PROBE with a value for each condition, in order."""
     conditions: tuple[Condition, ...]
 
 
 def all_hold(conditions: Sequence[Condition], values: object) -> bool:
-    """True if a test's conditions hold for any data from a sandbox. If it raises, they don't hold."""
+    """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. If this function
+    raises, they don't hold."""
     if type(values) is not list or len(values) != len(conditions):
         return False
     return all(bool(holds(value)) for holds, value in zip(conditions, values, strict=True))
@@ -67,14 +68,14 @@ def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
     above = [node for node in tree.body if node not in tests and node not in own]
     for node in above:
         if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            raise _refused(file, node, "tests are functions here, not methods of a class")
+            raise _refused(file, node, "a test must be a function, not a method of a class")
     lines = source.splitlines()
     return tuple(_hidden_test(file, above, test, lines) for test in tests)
 
 
 def _hidden_test(file: str, above: Sequence[ast.stmt], test: ast.FunctionDef, lines: Sequence[str]) -> HiddenTest:
     if test.decorator_list or test.args.args:
-        raise _refused(file, test, "marks, fixtures and parameters are not known here: write a test without them")
+        raise _refused(file, test, "marks, fixtures and parameters are not supported: write a test without them")
     reader = _HiddenTestReader(file)
     body = [reader.statement(node) for node in test.body]
     if not reader.conditions:
@@ -112,7 +113,10 @@ class _HiddenTestReader:
                 isinstance(inside, ast.Call) and ast.unparse(inside.func).startswith("pytest.")
             ):
                 raise _refused(
-                    self._file, inside, "its expected value would enter the sandbox: write asserts one below the other"
+                    self._file,
+                    inside,
+                    "an assert inside another statement would send its expected value into the "
+                    "sandbox: write asserts at the top level of the test",
                 )
         return node
 
@@ -120,11 +124,13 @@ class _HiddenTestReader:
         return ast.Call(ast.Name(PROBE, ast.Load()), [value], [])
 
     def _separated(self, test: ast.expr) -> ast.expr:
-        """Return the part that runs inside, and append its condition to `conditions`."""
+        """Return the part that runs in the sandbox, and append its condition to `conditions`."""
         match test:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARE:
                 return self._comparison(test, left, op, right)
-        raise _refused(self._file, test, "an assert compares with a literal: `assert f(x) == 3`, `assert f(x) is True`")
+        raise _refused(
+            self._file, test, "an assert must compare with a literal: `assert f(x) == 3`, `assert f(x) is True`"
+        )
 
     def _comparison(self, test: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
         if (found := _approximate(right)) is not None and isinstance(op, ast.Eq):
@@ -136,7 +142,7 @@ class _HiddenTestReader:
         if _is_literal(left):
             self.conditions.append(partial(_compared_last, type(op), ast.literal_eval(left)))
             return right
-        raise _refused(self._file, test, "one side of an assert has to be a literal")
+        raise _refused(self._file, test, "one side of an assert's comparison must be a literal")
 
     def _raises(self, node: ast.With, call: ast.Call) -> ast.stmt:
         match call:
@@ -146,7 +152,7 @@ class _HiddenTestReader:
                 raise _refused(self._file, call, "write pytest.raises(Error) or pytest.raises(Error, match='text')")
         pattern = ast.literal_eval(call.keywords[0].value) if call.keywords else ""
         self.conditions.append(partial(_was_raised, name, pattern))
-        # Everything in the block may raise: asserts in it would never be reached.
+        # Any statement of the block may raise, so that asserts after it would not run.
         body = [self.statement(inside) for inside in node.body]
         caught = ast.parse(
             f"{PROBE}([[kind.__name__ for kind in type(_error).__mro__], str(_error)[:{_MOST_MESSAGE_CHARS}]])"
@@ -170,7 +176,7 @@ def _compared_last(operator: type[ast.cmpop], wanted: object, value: object) -> 
 
 def _was_raised(name: str, pattern: str, value: Any) -> bool:
     names, message = value
-    # Also cut here: the candidate's code may have replaced the probe, which cuts inside the sandbox.
+    # Cut the message again: the probe cuts it inside the sandbox, but the candidate's code may have replaced the probe.
     return name in names and re.search(pattern, message[:_MOST_MESSAGE_CHARS]) is not None
 
 

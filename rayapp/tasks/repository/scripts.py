@@ -1,17 +1,18 @@
 """Runs Harbor's scripts: `tests/test.sh`, which judges if the user trusts it, and `solution/solve.sh`.
 
-    changed files -> fresh sandbox: the repository with them at /app, tests at /tests -> test.sh -> its reward file
+    changed files -> fresh sandbox: changed repository at /app, tests at /tests -> test.sh -> its reward file
 
-The script runs the code that it judges, so this code can write the reward itself: nothing here prevents that. Cheap
-precautions are taken: of the agent's work the sandbox gets only changed files, without those that control a test
-runner; one file is read as the reward, after all processes of the script have ended; a killed script gives no
-reward.
+The script runs the code that it judges, so the code can write the reward itself. These precautions are taken. From the
+agent's work the sandbox gets only changed files, except files that control a test runner. The reward is read from one
+file, after all processes of the script have ended. A killed script gives no reward. Code that passes the tests must
+fail their sentinels (`sentinels.py`), each in its own sandbox; otherwise its pass was forged.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import random
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ from rayapp.core.errors import SandboxConfigError, SandboxProtocolError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Reward
 from rayapp.sandbox.local.levels.visible_files import HARBOR
+from rayapp.tasks.repository.sentinels import Sentinel, draw, run_by, with_sentinels
 
 WORKDIR = "/app"
 """Default folder of a repository; the only one in local sandboxes."""
@@ -31,6 +33,8 @@ _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
 _FILL_TIMEOUT_S = 60.0
 _SHOWN_CHARS = 300
+SCRIPT_FAILURES = ("no_reward", "bad_reward")
+"""Failure kinds of a verdict that the script itself caused."""
 _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
@@ -78,7 +82,8 @@ if [ "$at" != "$PWD" ]; then
 fi
 git init -q . && echo {HARBOR} >> .git/info/exclude
 """
-"""Links the task's folder, given as $0, to the sandbox's working folder; an image's files there are moved."""
+"""Shell commands that make the task's folder, given as $0, a link to the sandbox's working folder. Files that the image
+has in the task's folder move to the working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +92,20 @@ class TestScript:
 
     __test__ = False  # not a pytest class
     files: Mapping[str, bytes]
-    """Files of the folder `tests`, by relative path."""
+    """Relative path -> content of the files in the folder `tests`."""
     env: tuple[tuple[str, str], ...]
     image: str
     """Image or template of its sandboxes; empty if any sandbox with Python is enough."""
 
+    def sentinels(self, rng: random.Random) -> list[Sentinel]:
+        """Return sentinels of the Python tests that the script seems to run, in random order."""
+        texts = [data.decode(errors="replace") for path, data in self.files.items() if not path.endswith(".py")]
+        return draw(self.files, run_by("\n".join(texts), list(self.files)), rng)
+
 
 def why_a_script_needs_an_image(script: str) -> str:
-    """Return the first line of a test.sh that a plain Python sandbox can't run, and why; empty if it can run all."""
+    """Return the first line of a test.sh that a plain Python sandbox can't run, and why; empty if it can run all
+    lines."""
     for number, line in enumerate(script.splitlines(), start=1):
         program = interpreter_of(line) if number == 1 else ""
         why = f"this node has no {program}" if program and shutil.which(program) is None else ""
@@ -112,10 +123,11 @@ def interpreter_of(first_line: str) -> str:
 def without_steering(
     base: Mapping[str, str], changed: Mapping[str, str], told: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the changed repository with files that control a test runner restored, and their paths.
+    """Undo changes to files that control a test runner. Returns the repository and the paths of the undone changes.
 
-    These are the runner's configuration, Python's start-up code, and new top-level modules with the name of a module of
-    Python or pytest. Files that the task's own texts (`told`: instruction, solution) name may be changed.
+    Such files are the runner's configuration, Python's start-up code, and new top-level modules with the name of a
+    module of Python or pytest. Files whose names are in the texts `told` (the task's instruction and solution) may be
+    changed.
     """
     words = "\n".join(told)
     left_out = [
@@ -141,16 +153,18 @@ async def judge_by_script(
     gone: Sequence[str],
     workdir: str,
     timeout_s: float,
+    sentinels: Sequence[Sentinel] = (),
 ) -> tuple[Reward, float]:
     """Return the reward that `test.sh` writes, and the seconds that it took.
 
     Args:
-        gone: files of the image's repository to delete.
+        sentinels: expectations of the tests to make wrong before the script runs.
+        gone: paths of the files to delete from the image's repository.
     Raises:
         SandboxConfigError: these sandboxes can't hold Harbor's paths.
         SandboxError: the sandbox failed.
     """
-    tests = {f"/tests/{path}": data for path, data in script.files.items()}
+    tests = {f"/tests/{path}": data for path, data in with_sentinels(script.files, sentinels).items()}
     code = {f"{workdir}/{path}": text.encode() for path, text in repository.items()}
     rewards = [f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt"]
     missing = [*(f"{workdir}/{path}" for path in gone), *rewards]
@@ -162,7 +176,7 @@ async def judge_by_script(
         return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
     if ran.exit_code < 0:
         return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
-    # The script names the file that it writes; the judged code may have written the other one.
+    # Read only the file that the script names: the judged code may have written the other one.
     names_json = any(b"reward.json" in data for data in script.files.values())
     for path in rewards if names_json else rewards[1:]:
         try:
@@ -177,7 +191,7 @@ async def run_solve_script(sandbox: Sandbox, files: Mapping[str, str], *, workdi
     """Run `solve.sh` in an agent's workspace.
 
     Raises:
-        SandboxError: as `judge_by_script`.
+        SandboxError: the sandbox failed.
     """
     solution = {f"/solution/{path}": text.encode() for path, text in files.items()}
     await _fill(sandbox, solution, folders=("/solution",))
@@ -196,7 +210,7 @@ async def _fill(
     ran = await sandbox.run_code(_FILL, timeout_s=_FILL_TIMEOUT_S, stdin=job)
     if not ran.ok:
         why = ran.stopped_for.value if ran.stopped_for else ran.error or "no answer"
-        raise SandboxProtocolError(f"the files for a script of Harbor's could not be written: {why}")
+        raise SandboxProtocolError(f"the files for one of Harbor's scripts could not be written: {why}")
     if missing := json.loads(ran.stdout):
         where = f"sandboxes of {sandbox.provider} ({ran.isolation})"
         raise SandboxConfigError(f"{where} can't hold {', '.join(missing)}, which Harbor's scripts use")
@@ -214,7 +228,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the value called `reward`, or the only value."""
+    """Return the number in a reward file: the value of its key `reward`, or its only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)
@@ -230,3 +244,10 @@ def _reward(value: float, detail: str) -> Reward:
         terms={"pass_rate": value, "solved": solved, "verdict/forgeable": 1.0},
         detail=detail[-_SHOWN_CHARS:],
     )
+
+
+def forged(passed: Sequence[Sentinel]) -> Reward:
+    """Return the verdict on code that passed these sentinels, which right code fails."""
+    names = ", ".join(sorted({sentinel.name for sentinel in passed}))
+    detail = f"forged: tests/test.sh also passes with a wrong expectation in {names}"
+    return replace(_reward(0.0, ""), status="forged", detail=detail[:_SHOWN_CHARS])

@@ -2,9 +2,9 @@
 
     folder -> agent_start: the repository, a quota, tools -> submit: the changed files, as an answer -> score
 
-If the user trusts it, the folder's own `test.sh` judges. Only the tool agent can play it; see
+The folder's own `test.sh` judges instead, if the user trusts it. Only the tool agent can play a repository task; see
 `rayapp.core.protocols.AgentTask`. An answer is JSON, `{"files": {"src/cart.py": "…", "old.py": null}}`: the whole text
-of each changed file, null for a deleted one.
+of each changed file, null for a deleted file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +26,22 @@ from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
 from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
-from rayapp.tasks.repository.scripts import LINK_WORKDIR, SOLVE, judge_by_script, run_solve_script, without_steering
+from rayapp.tasks.repository.scripts import (
+    LINK_WORKDIR,
+    SCRIPT_FAILURES,
+    SOLVE,
+    TestScript,
+    forged,
+    judge_by_script,
+    run_solve_script,
+    without_steering,
+)
+from rayapp.tasks.repository.sentinels import Sentinel
 from rayapp.tasks.text_process import TextReadingFailedError
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
 MAX_BYTES = 1 << 20
-"""Most bytes of all changed files together."""
+"""Maximum bytes of all changed files together."""
 MAX_FILES = 200
 _TIMEOUT_S = 30.0
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
@@ -58,28 +69,32 @@ for folder, folders, names in os.walk('.'):
             break
         files[path] = text
 files.update((path, None) for path in known if not os.path.lexists(path))
-print(json.dumps({'problem': problem, 'files': {} if problem else files}))
+found = json.dumps({'problem': problem, 'files': {} if problem else files}, ensure_ascii=False)
+sys.stdout.buffer.write(found.encode(errors='replace'))
 """
+_MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
+"""MAX_BYTES, and room for quotes and line ends as JSON writes them; reading more would hold the event loop."""
 
 
 async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the files of a workspace that were changed, created or deleted (None) since its start.
+    """Return path -> text of the files that were changed or created since the workspace's start; None for deleted ones.
 
     Raises:
         UnusableWorkError: too much has changed.
         SandboxError: the sandbox failed.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
-    ran = await sandbox.run_code(
-        _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps([known, MAX_BYTES, _SKIPPED]), max_output_bytes=8 * MAX_BYTES
-    )
+    told = json.dumps([known, MAX_BYTES, _SKIPPED])
+    ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     if ran.stopped_for is not None:
-        raise UnusableWorkError(f"the workspace could not be read: {ran.stopped_for.value}")
+        raise UnusableWorkError(f"the workspace could not be read: stopped for {ran.stopped_for.value}")
     try:
         found = json.loads(ran.stdout)
-        problem, files = found["problem"], found["files"]
-    except (ValueError, KeyError, TypeError):
+        problem, files = found["problem"], dict(found["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None
+    if len(files) > MAX_FILES:
+        problem = f"more than {MAX_FILES} files have changed"
     if problem:
         raise UnusableWorkError(problem)
     return {str(path): None if text is None else str(text) for path, text in files.items()}
@@ -90,7 +105,7 @@ def as_answer(files: Mapping[str, str | None]) -> str:
 
 
 def read_answer(text: str) -> dict[str, str | None] | None:
-    """Return the changed files of an answer; None if the text is not an answer."""
+    """Return path -> text of an answer's changed files (None for a deleted file); None if the text is no answer."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -126,7 +141,7 @@ TOOLS = ("bash", "edit", "python", "submit_work")
 _GIT = "git init -q . && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out'"
 _SETUP_TIMEOUT_S = 30.0
 _PROCESSES = 64
-"""Process limit; Git starts helper processes."""
+"""Maximum number of processes in a sandbox; Git starts helper processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +160,12 @@ class RepositoryTask:
         folder = self.folder
         return SandboxSpec(
             template=folder.image,
+            workdir=folder.image_workdir,
+            env=folder.env,
             memory_mib=folder.memory_mib,
             disk_mib=folder.disk_mib,
             max_processes=_PROCESSES,
-            own_root=bool(folder.workdir),
+            own_files=True,
         )
 
     @property
@@ -159,11 +176,11 @@ class RepositoryTask:
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """Raise InputError: only an agent can play this task."""
         raise InputError(
-            f"task {self.name} is a repository, which only an agent can change: set agent.name to tool_agent"
+            f"task {self.name} is a repository, which only the tool agent can change: set agent.name to tool_agent"
         )
 
     def agent_start(self) -> AgentStart:
-        """Return the instruction, and the repository in a workspace with a quota, under git if git is installed."""
+        """Return the instruction and the workspace: the repository, with a quota, and under git if it is installed."""
         told = f"{self.folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
         return AgentStart(
             messages=({"role": "user", "content": told},),
@@ -176,7 +193,7 @@ class RepositoryTask:
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
-        """Return the answer in a workspace: its changed files.
+        """Return the workspace's changed files as an answer.
 
         Raises:
             UnusableWorkError: too much has changed.
@@ -185,7 +202,7 @@ class RepositoryTask:
         return as_answer(await changed_files(sandbox, self.folder.repository))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
-        """Return the solution as an answer; None if the folder has none. `solve.sh` runs in a workspace.
+        """Return the solution as an answer; None if the folder has no solution. A `solve.sh` runs in a workspace.
 
         Raises:
             UnusableWorkError: the solution changes too much.
@@ -211,35 +228,86 @@ class RepositoryTask:
         started = time.monotonic()
         files = read_answer(completion_text)
         if files is None:
-            found = no_answer("nothing was handed in")
+            found = no_answer("no answer was handed in")
         else:
-            judge = partial(self._judge, self.with_changes(files))
             try:
-                found = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+                found = await self._verdict(self.with_changes(files), sandboxes, seed)
             except TextReadingFailedError as error:
                 found = Reward.invalid(error.kind, str(error))
         return replace(found, time_score_s=time.monotonic() - started)
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the repository to test, without changes to files that don't count."""
+        """Return the repository with these changes, without changes to files that don't belong to an answer."""
         return applied(self.folder.repository, files, self.folder.own.answer)
 
+    async def _verdict(self, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int) -> Reward:
+        if self.folder.script is None:
+            return await judged_in_sandbox(sandboxes, self.verdict_spec, partial(self._judge, repository))
+        found = await self._by_script(repository, sandboxes)
+        if not found.valid or found.value <= 0.0:
+            return found
+        return await self._unless_forged(found, self.folder.script, repository, sandboxes, seed)
+
     async def _judge(self, repository: Mapping[str, str], sandbox: Sandbox) -> Reward:
-        if self.folder.script is not None:
-            return (await self.judge_by_script(repository, sandbox))[0]
         tests = self.folder.tests
         outcomes = await run_tests(sandbox, repository, tests, timeout_s=self.folder.timeout_s)
         return verdict(tests, outcomes, pays_share=self.folder.own.score == "share")
 
-    async def judge_by_script(self, changed: Mapping[str, str], sandbox: Sandbox) -> tuple[Reward, float]:
-        """Return the reward of the folder's `test.sh` and its seconds. Raises as `scripts.judge_by_script`."""
+    async def _by_script(
+        self, repository: Mapping[str, str], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
+    ) -> Reward:
+        async def judge(sandbox: Sandbox) -> Reward:
+            return (await self.judge_by_script(repository, sandbox, sentinels))[0]
+
+        return await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+
+    async def _unless_forged(
+        self, found: Reward, script: TestScript, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int
+    ) -> Reward:
+        """Return the script's verdict, or a verdict of forgery if the code also passes sentinels, which right code
+        fails.
+
+        If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
+        fraction, the code must have passed all of them: the script may not run the test of a single one.
+        """
+        sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
+        passed = []
+        for sentinel in sentinels:
+            reward = await self._by_script(repository, sandboxes, (sentinel,))
+            if not reward.valid and reward.failure_kind not in SCRIPT_FAILURES:
+                return reward
+            if not reward.valid or reward.value < found.value:
+                continue
+            if found.value >= 1.0 and self.folder.solution:
+                if await self._solution_fails(sentinel, sandboxes):
+                    return forged([sentinel])
+                continue  # the script does not run this test, or its result does not count
+            passed.append(sentinel)
+        return forged(passed) if passed and len(passed) == len(sentinels) else found
+
+    async def _solution_fails(self, sentinel: Sentinel, sandboxes: SandboxSource) -> bool:
+        """Return True if the task's own solution passes the tests and fails this sentinel."""
+        solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
+        with_it = await self._by_script(solution, sandboxes, (sentinel,))
+        return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
+
+    async def judge_by_script(
+        self, changed: Mapping[str, str], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
+    ) -> tuple[Reward, float]:
+        """Return the reward of the folder's `test.sh` and the seconds that it took; see `scripts.judge_by_script`."""
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
         repository, left_out = without_steering(folder.repository, changed, told)
         gone = sorted(folder.repository.keys() - repository.keys())
         reward, seconds = await judge_by_script(
-            sandbox, folder.script, repository, gone=gone, workdir=folder.workdir, timeout_s=folder.timeout_s
+            sandbox,
+            folder.script,
+            repository,
+            gone=gone,
+            workdir=folder.workdir,
+            timeout_s=folder.timeout_s,
+            sentinels=sentinels,
         )
         note = f"left out: {', '.join(left_out)}. " if left_out else ""
         return replace(reward, detail=note + reward.detail), seconds

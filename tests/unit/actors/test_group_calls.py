@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.group_calls import GroupCalls
+from actors.routing import GroupCalls
 from rayapp.core.aio import as_they_end
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.types import Completion, RequestId, SamplingParams

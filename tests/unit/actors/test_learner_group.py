@@ -70,7 +70,7 @@ async def test_a_step_that_was_broken_off_is_not_saved_under_the_number_of_the_s
     with pytest.raises(asyncio.CancelledError):
         await step
     assert not group.holds(6)
-    with pytest.raises(CheckpointError, match="version 6, but the learners hold what a step left half done"):
+    with pytest.raises(CheckpointError, match="version 6, but the learners hold a half-finished step"):
         await group.begin_checkpoint(Path("b"), 6)
 
     rank.may_end.set()

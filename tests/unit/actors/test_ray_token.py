@@ -85,5 +85,5 @@ def test_what_a_raylet_says_of_a_killed_process_is_in_the_file_of_faults_and_not
         listen_error_messages(driver, is_over)
 
     assert "A worker died or was killed" in file.read_text()
-    assert notes == [f"tracebacks of what was lost are in {file}"]
+    assert notes == [f"tracebacks of the lost calls are in {file}"]
     assert capsys.readouterr() == ("", "")

@@ -19,7 +19,7 @@ import rayapp
 from rayapp.cli.main import run
 from rayapp.core.errors import InputError
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
-from rayapp.rollout.agent.outcome import with_reward
+from rayapp.rollout.group import with_reward
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.tasks.code.benchmarks import load_benchmark
 from support.stubs.judge_stub import JudgeStub

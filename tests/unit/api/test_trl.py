@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import rayapp
 from rayapp.api.arguments import GivenRun
@@ -129,11 +131,11 @@ def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"learning_rat": 1}, "learning_rat is no field.*did you mean learning_rate"),
+        ({"learning_rat": 1}, "learning_rat is not a known field.*did you mean learning_rate"),
         ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
         ({"top_p": 0.9}, "bias the importance ratio"),
         ({"num_iterations": 2}, "trained on once"),
-        ({"lr_scheduler_type": "polynomial"}, "known here are: linear"),
+        ({"lr_scheduler_type": "polynomial"}, "supported are: linear"),
         ({"per_device_train_batch_size": 3}, "can't be split into groups"),
         ({"eval_strategy": "epoch"}, "give a number of steps"),
         ({"reward_weights": [1.0]}, "1 weights for 2 reward_funcs"),
@@ -181,7 +183,8 @@ class _Trainer:
 
 def test_the_script_of_the_page_runs_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
-    before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    before, after, rewards = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    by_hand, _, split = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     trl = ModuleType("trl")
     fields = [(name, Any, field(default=value)) for name, value in RECORDED["fields"].items() if value != []]
     trl.GRPOConfig = make_dataclass("GRPOConfig", fields)  # type: ignore[attr-defined]
@@ -206,3 +209,25 @@ def test_the_script_of_the_page_runs_before_and_after(tmp_path: Path, monkeypatc
     assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
     assert Path(config.tasks[0]).is_file()
     assert Path(config.eval.tasks[0]).is_file()
+    of_the_page = _leaves(by_hand)
+    own = {"run.name", "tasks", "eval.tasks", "reward.custom", "train.num_steps"}  # names, and epochs of 1,000 rows
+    assert {key: _value(config, key) for key in of_the_page.keys() - own} == {
+        key: value for key, value in of_the_page.items() if key not in own
+    }
+    exec(rewards, names)
+    assert names["compute_score"]("", "4", 4) == {"score": 1.0 + 0.2 * 0.9995, "right": 1.0, "short": 0.9995}
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
+    servers = translated(tmp_path, server, num_gpus=6).config
+    assert {key: _value(servers, key) for key in _leaves(split)} == _leaves(split)
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _value(config: Any, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)

@@ -61,7 +61,7 @@ def test_a_metrics_port_that_is_taken_is_found_with_another() -> None:
         port = taken.getsockname()[1]
         found = metrics_port(port)
 
-    assert (found.level, found.detail) == ("note", f"{port} is taken, by a Ray that runs or by another program")
+    assert (found.level, found.detail) == ("note", f"{port} is taken, by a running Ray or by another program")
     assert found.cure.startswith(f"ray start --head --metrics-export-port={port + 1}")
     assert metrics_port(port).level == "ok"
 
@@ -124,6 +124,23 @@ def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
     found = problems({"cluster": {"device": "cpu", "object_store_mib": 10**9}, "model": {"path": str(model)}})
 
     assert "cluster.object_store_mib is 1000000000" in found["/dev/shm"].detail
+
+
+def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_need_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor._free_shared_memory", lambda: 64 << 20)
+
+    def found(**sections: object) -> list[str]:
+        config = Config.model_validate({"cluster": {"device": "cpu"}, "model": {"path": str(model)}} | sections)
+        return [f"{each.level}: {each.detail}" for each in fitness(config) if each.what == "/dev/shm"]
+
+    assert found() == [
+        "note: 0.1 GiB are free, cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
+    ]
+    assert "problem: 64 MiB are free, and vLLM's ranks (server.tensor_parallel_size) need 160 MiB" in found(
+        server={"tensor_parallel_size": 2}
+    )
 
 
 def test_missing_model_is_found_with_its_cure() -> None:
@@ -280,7 +297,7 @@ def test_a_disk_that_the_best_checkpoints_would_fill_is_found_before_the_run(mod
 def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rayapp.cli.doctor.gpu_names", lambda: ["g"] * 2)
-    monkeypatch.setattr("rayapp.learner.memory.gpus.gpu_here", lambda: None)
+    monkeypatch.setattr("rayapp.learner.memory.shape.gpu_here", lambda: None)
     monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 8 << 30)
     sections = {"cluster": {"device": "gpu", "placement": "colocated"}, "model": {"path": str(model)}}
 

@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Pa
     torn = path.with_name("step=000009")
     torn.mkdir()
 
-    with pytest.raises(InputError, match=r"step=000009 is not whole.*Whole ones there: step=000003"):
+    with pytest.raises(InputError, match=r"step=000009 is incomplete.*Complete checkpoints of this run: step=000003"):
         with_checkpoint_as_model(config_of(torn)).__enter__()
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_without_weights_is_told(tmp_path: Path, tiny_model: Path) 
 def test_a_checkpoint_of_another_model_is_told(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model, drop="model.norm.weight")
 
-    with pytest.raises(CheckpointError, match=r"only one of them has .*model\.model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"only one of the two has .*model\.model\.norm\.weight"):
         with_checkpoint_as_model(config_of(path)).__enter__()
 
 
@@ -157,5 +157,5 @@ def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model:
     path = checkpoint(tmp_path, tiny_model)
     (tmp_path / "config.yaml").unlink()
 
-    with pytest.raises(InputError, match="evaluate it in its run folder"):
+    with pytest.raises(InputError, match="evaluate the checkpoint in its run folder"):
         with_checkpoint_as_model(config_of(path)).__enter__()

@@ -24,7 +24,7 @@ from rayapp.cli.gpu_check.training import judge_run, passed_on, run_config
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB
+from rayapp.learner.memory.shape import GIB
 
 STEP = {"learner/grad_norm": 1.0, "weight_sync/bytes": 1e9, "weight_sync/load_s": 0.5, "timing_s/step": 3.0,
         "rollout_probs_diff/mean": 0.001}  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_check_that_hangs_is_a_row_with_its_last_words(monkeypatch: pytest.Mon
     body = "import signal, time\nprint('waiting for rank 1', flush=True)\ntime.sleep(1000)\n"
     row = run_check(made_up(monkeypatch, tmp_path, body, deadline_s=4.0), context_of(tmp_path))
     assert row.outcome.level == "problem"
-    assert row.outcome.figure == "nothing within 4 s; its last line: waiting for rank 1"
+    assert row.outcome.figure == "no result within 4 s; its last line: waiting for rank 1"
     assert "NCCL_DEBUG=INFO rayapp gpu-check --only made-up" in row.outcome.cure
 
 
@@ -121,7 +121,7 @@ def test_a_check_that_raises_is_a_row_with_its_message(monkeypatch: pytest.Monke
         ("570.1", "12.9", 8, ""),
         ("unknown (no nvidia-smi)", "13.0", 8, "CUDA 13.0 needs driver 580"),
         ("580.1", None, 8, "torch is the CPU build"),
-        ("580.1", "13.0", 1, "2 GPUs are asked for"),
+        ("580.1", "13.0", 1, "2 GPUs were requested"),
     ],
 )
 def test_versions_that_can_not_work_are_named(driver: str, cuda: str | None, num_found: int, problem: str) -> None:
@@ -220,7 +220,7 @@ def test_an_unknown_check_or_device_and_missing_gpus_are_told(
     assert run(["gpu-check", "--device", "tpu"]) == 2
     monkeypatch.setattr("rayapp.cli.gpu_check.command.gpus_here", lambda: 1)
     assert run(["gpu-check", "--gpus", "2"]) == 2
-    assert "2 GPUs are to be checked, but torch finds 1" in capsys.readouterr().err
+    assert "2 GPUs were requested, but torch finds 1" in capsys.readouterr().err
 
 
 @pytest.mark.long

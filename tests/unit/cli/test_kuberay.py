@@ -533,7 +533,7 @@ def test_what_must_be_there_before_the_manifests_are_applied_is_said(
     assert "kubectl create secret generic rayapp-credentials --namespace rl" in told
     assert "PersistentVolumeClaim models in namespace rl" in told
     assert "PersistentVolumeClaim rayapp-outputs" not in told, "it is among the manifests"
-    assert "every pod fetches it from the hub, and /var/models is not used" in told
+    assert "every pod fetches it from the hub, although /var/models is mounted" in told
 
     assert run(["render-k8s", config, "--out", str(tmp_path), "--set", "run.model=Qwen"]) == 0
     assert "hub" not in capsys.readouterr().err

@@ -42,4 +42,4 @@ def test_what_was_not_tried_again_stays_in_the_record(capsys: pytest.CaptureFixt
 
 def test_models_check_knows_no_such_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["models", "check", "lama"]) == 1
-    assert "'lama' is neither a model folder nor a family we know: bamba, " in capsys.readouterr().out
+    assert "'lama' is neither a model folder nor a known family: bamba, " in capsys.readouterr().out

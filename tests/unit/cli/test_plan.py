@@ -48,7 +48,7 @@ def test_plan_and_doctor_need_no_more_than_a_config_json(
     assert run(["plan", "configs/coding_8gpu.yaml", *gpus, "--gpu", "h100", "--model-config", SMALL]) == 0
     assert "largest micro-batch that fits" in capsys.readouterr().out
     assert run(["doctor", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
-    assert "can run here" in capsys.readouterr().out
+    assert "can run on this machine" in capsys.readouterr().out
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", "nowhere.json"]) == 2
     assert "there is no such file" in capsys.readouterr().err
 

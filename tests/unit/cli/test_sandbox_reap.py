@@ -91,7 +91,7 @@ def test_nothing_to_end_is_said_and_no_failure(config: str, capsys: pytest.Captu
 
     said = capsys.readouterr()
     assert said.out == ""
-    assert "nothing to end at e2b" in said.err
+    assert "no sandbox to end at e2b" in said.err
 
 
 def test_a_sandbox_that_cannot_be_ended_is_named_and_exits_with_1(

@@ -87,7 +87,7 @@ def test_rows_whose_right_answer_earns_nothing_fail(
     said = capsys.readouterr()
 
     assert json.loads(said.out.splitlines()[0])["reward"] == reward
-    assert ("reads answers like '#### 4', and the prompt doesn't ask for that" in said.err) == bool(code)
+    assert ("reads answers like '#### 4', and the prompt doesn't ask for this form" in said.err) == bool(code)
 
 
 def test_a_function_that_gives_its_own_ground_truth_nothing_fails(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.placement import resources_of
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config
 
 
 def config(placement: str, *, num_servers: int, tp: int, num_learners: int) -> Config:

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.placement import resources_of
-from rayapp.config.config import Config, asked_servers, bundles_of, gpu_arithmetic, with_addresses
+from rayapp.config.bundles import asked_servers, bundles_of, gpu_arithmetic
+from rayapp.config.config import Config, with_addresses
 
 RUBRIC = [{"name": "clear", "text": "It is clear."}]
 
@@ -45,7 +46,7 @@ def test_who_asks_gets_the_addresses_of_servers_that_are_up() -> None:
 
 
 def test_a_judge_that_no_source_names_needs_no_server() -> None:
-    with pytest.raises(ValidationError, match=r"model_servers \(critic\): nothing uses it"):
+    with pytest.raises(ValidationError, match=r"model_servers \(critic\): no judge or teacher uses this server"):
         config(reward={})
 
 
@@ -58,7 +59,7 @@ def test_a_judge_that_no_source_names_needs_no_server() -> None:
             "distillation: teacher is 'models/large', but at run://large it is called 'large'",
         ),
         ({"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]}, "the same name"),
-        ({"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]}, "'--port' follows from the"),
+        ({"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]}, "'--port' is set by the"),
     ],
 )
 def test_what_can_not_work_is_refused(changes: dict[str, Any], message: str) -> None:

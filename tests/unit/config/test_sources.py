@@ -12,7 +12,7 @@ import yaml
 from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, RunFolderError
-from rayapp.runs.compatibility import check_same_training
+from rayapp.runs.folder import check_same_training
 
 CODE: dict[str, Any] = {"name": "code", "ratio": 3, "tasks": ["sort_numbers"], "rollout": {"max_completion_tokens": 96}}
 ROWS: dict[str, Any] = {
@@ -78,9 +78,12 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
             "sources[0].agent.name: 'x' is unknown. It is one of auto, tool_agent",
         ),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tasks are played in one turn"),
-        ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be a source's own: learners"),
-        ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, which its processes are laid"),
-        ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, but the run's is 300, which its"),
+        ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
+        ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, for which its processes"),
+        (
+            {"rollout": {"group_deadline_s": 999}},
+            "rollout.group_deadline_s is 999, but the run's is 300, for which its",
+        ),
         ({"tasks": []}, "sources[0] (code) has no tasks"),
         (
             {"eval": {"tasks": ["x.parquet"]}},
@@ -145,7 +148,7 @@ def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path)
     stored = tmp_path / "config.yaml"
     stored.write_text(yaml.safe_dump({"data": {"train_files": ["a.parquet"]}, "train": {"num_steps": 3}}))
 
-    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: go on"):
+    with pytest.raises(RunFolderError, match=r"older version, whose key data\.train_files is now called tasks: con"):
         check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
 
 

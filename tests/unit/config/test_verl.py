@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,7 @@ trainer.total_epochs=1
 """
 
 TOP_K = "distillation.distillation_loss.loss_mode=forward_kl_topk"
+REVERSE = "distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True"
 TEACHER = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=models/teacher"
 
 
@@ -187,10 +190,16 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
         ("trainer.n_gpus_per_node=3", "can't be split"),
         ("algorithm.adv_estimator=gae", "critic"),
-        ("actor_rollout_ref.rollout.n=1", r"Set actor_rollout_ref\.rollout\.n=8"),
+        ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
+        ("rollout.n_gpus_per_node=4", "without rollout.n_gpus_per_node and rollout.nnodes: give both"),
+        ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
+        ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set it"),
+        (
+            "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
+            "your custom_reward_function asks the model through verl's router",
+        ),
         ("~data.seed", "key=value"),
         ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
-        ("reward_model.reward_manager=batch custom_reward_function.path=r.py", "one answer at a time"),
         ("custom_reward_function.reward_kwargs.a=3", "bind arguments"),
         ("data.apply_chat_template_kwargs.a=[1]", "must be a text, a number"),
         ("data.custom_cls.path=a.py", "verl's own parquet schema"),
@@ -208,6 +217,11 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
             "b, c are",
         ),
         (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*known here are: k1 with"),
+        (
+            f"{TEACHER} {REVERSE} distillation.distillation_loss.clip_ratio_high=0.3",
+            r"clip_ratio_high = 0\.3 can't be imported",
+        ),
+        ("skip.rollout.enable=True", "rayapp train --replay"),
         (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
@@ -387,6 +401,30 @@ def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
     assert [row.key for row in rows if not row.where and not row.landing.note] == []
 
 
+HARMLESS = re.compile(
+    r"critic|distillation|global_profiler|ray_kwargs|skip|transfer_queue|sandbox_fusion|reward_model"
+    r"|.*profiler|.*\b(qat|turbo_config|wrap_policy|fused_kernel_options|mtp|tiled_mlp|disaggregation|prometheus)"
+    r"|actor_rollout_ref\.(ref|model\.lora|rollout\.(checkpoint_engine|engine_kwargs|agent\.custom_async_server))"
+    r"|algorithm\.(kl_ctrl|pf_ppo)|data\.custom_cls|reward\.(reward_manager\.module|reward_model|sandbox_fusion)"
+    r"|trainer\.v1"
+)
+"""Sections that are imported or refused as a whole, so that a new key in them needs no decision."""
+
+
+def test_a_new_key_of_verl_is_refused_in_every_section_but_those_taken_as_a_whole() -> None:
+    sections = {".".join(path[:-1]) for path in keys_of(yaml.safe_load(verls_own_file().read_text()))} - {""}
+    undecided = sorted(section for section in sections if not HARMLESS.match(section))
+    assert len(undecided) > 20
+    with pytest.raises(ConfigError) as caught:
+        import_verl(None, [f"+{section}.brand_new=1" for section in undecided])
+    assert [section for section in undecided if f"{section}.brand_new: " not in str(caught.value)] == []
+
+
+def keys_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in tree.items():
+        yield from keys_of(value, (*above, name)) if isinstance(value, dict) and value else [(*above, name)]
+
+
 def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["x"] * 40}), file)
@@ -398,10 +436,60 @@ def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_
     assert found.config.train.num_steps == 6  # 3 x floor(40 / 16)
 
 
+@pytest.mark.parametrize("section", ["reward.reward_model.model_path", "reward_model.model.path"])
+def test_a_reward_model_is_a_judge_on_gpus_of_its_own_whose_number_is_the_reward(seed_yaml: Path, section: str) -> None:
+    path, part = section, section.removesuffix(".model_path").removesuffix(".model.path")
+    more = ["gpu_memory_utilization=0.8", "tensor_model_parallel_size=2", "prompt_length=96", "response_length=32"]
+    rollout = [f"{part}.rollout.{setting}" for setting in more]
+
+    config = imported(seed_yaml, f"{part}.enable=True", f"{path}=/models/rm", *rollout).config
+
+    (server,), (judge,) = config.model_servers, config.judges
+    assert (server.path, server.tensor_parallel_size, server.gpu_memory_utilization) == ("/models/rm", 2, 0.8)
+    assert server.options == {"runner": "pooling", "max-model-len": 128}
+    assert (judge.kind, judge.base_url) == ("reward_model", f"run://{server.name}")
+    assert (config.reward.judges, config.reward.verdict_weight) == ({judge.name: 1.0}, 0.0)
+    assert config.cluster.num_gpus == 8 + 2
+
+
+def test_one_step_off_policy_gives_servers_their_own_gpus_one_step_ahead(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "rollout.nnodes=2", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=2").config
+
+    assert (config.cluster.placement, config.cluster.num_gpus, config.train.max_staleness) == ("split", 10, 1)
+    assert (config.server.num_servers, config.learner.num_learners) == (4, 2)
+
+
+def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path) -> None:
+    found = imported(seed_yaml, "actor_rollout_ref.rollout.n=1")
+
+    assert found.config.lacks_baseline
+    (note,) = [row.landing.note for row in found.rows if row.key == "actor_rollout_ref.rollout.n"]
+    assert (
+        note == "warning: grpo has nothing to compare, so rewards are the advantages, as in verl; set "
+        "actor_rollout_ref.rollout.n=8"
+    )
+
+
+def test_older_names_of_keys_and_files_are_understood(seed_yaml: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    older = [f"{actor}.optim.warmup_style=cosine", f"{actor}.loss_mode=kl_cov", f"{actor}.kl_cov_ratio=0.02"]
+    sizes = [f"{actor}.ppo_micro_batch_size_per_gpu=null", f"{actor}.ppo_micro_batch_size=16"]
+
+    found = imported(seed_yaml, *older, *sizes, "data.train_files=/data/train").config
+
+    assert (found.learner.optimizer.schedule, found.algorithm.policy_loss) == ("cosine", "kl_cov")
+    assert found.algorithm.policy_loss_options == {"kl_cov_ratio": 0.02}
+    assert found.learner.max_tokens_per_microbatch == 2 * 2048, "16 sequences on 8 GPUs"
+    assert found.tasks == ("/data/train.parquet",)
+
+
 def test_adapters_come_over(seed_yaml: Path) -> None:
     config = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8").config
 
     assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
+    assert config.learner.lora.sends_adapter
+    merged = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8", "+actor_rollout_ref.model.lora.merge=True")
+    assert not merged.config.learner.lora.sends_adapter
 
 
 def test_router_replay_comes_over(seed_yaml: Path) -> None:

@@ -167,6 +167,6 @@ async def test_errors_of_calls_that_nobody_waits_for_are_in_a_file_that_one_line
         logging.getLogger("asyncio").warning("slow")
 
     assert [record.getMessage() for record in caplog.records] == ["slow"]
-    assert notes == [f"tracebacks of what was lost are in {file}"]
+    assert notes == [f"tracebacks of the lost calls are in {file}"]
     assert file.read_text().count("Task exception was never retrieved") == 2
     assert "is gone" in file.read_text()

@@ -102,9 +102,17 @@ class How:
 
 
 ELSEWHERE = (
+    How(
+        begins="python -m verl.trainer.main_ppo",
+        why_not="trains with verl; tests/contracts/test_sandbox_fusion.py scores",
+    ),
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --replay", test="tests/e2e/test_resume.py"),
+    How(begins="rayapp images pull", test="tests/unit/cli/test_images.py"),
+    How(begins="rayapp images build", test="tests/unit/cli/test_images.py"),
+    How(begins="rayapp images list", test="tests/unit/cli/test_images.py"),
+    How(begins="rayapp sandbox doctor --image", why_not="pulls from a registry; tests/adversarial attacks an image"),
     How(begins="rayapp train configs/coding_8gpu.yaml", why_not="needs 8 GPUs; the config is loaded here"),
     How(begins="rayapp train my_run.yaml", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train", test="tests/e2e/test_resume.py"),
@@ -130,12 +138,13 @@ ELSEWHERE = (
     How(begins="rayapp sandbox doctor", test="tests/unit/sandbox/local/test_doctor.py"),
     How(begins="rayapp sandbox run", test="tests/unit/cli/test_sandbox.py"),
     How(begins="rayapp sandbox bench", test="tests/unit/cli/test_sandbox.py"),
-    How(begins="rayapp mcp serve", test="tests/contracts/test_mcp_server.py"),
+    How(begins="rayapp sandbox serve", test="tests/contracts/test_mcp_server.py"),
     How(begins="rayapp data prepare gsm8k --out", why_not="needs the Hugging Face hub"),
     How(begins="rayapp data prepare geometry3k", why_not="needs the Hugging Face hub and a bucket"),
     How(begins="rayapp data prepare gsm8k --source /data/raw", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp data prepare humaneval", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp data prepare taco", test="tests/unit/tasks/test_code_data.py"),
+    How(begins="rayapp data prepare codecontests --language", test="tests/unit/tasks/test_code_data.py"),
     How(begins="rayapp config import-verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp model fetch", test="tests/unit/storage/test_models_fetch_and_check.py"),
     How(begins="rayapp models check", test="tests/unit/cli/test_model.py"),

@@ -21,7 +21,13 @@ from rayapp.tasks.coding import CodingTask
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
-OTHERS = {"data.train_batch_size", "run.config", "algorithm.rollout_correction"}
+OTHERS = {
+    "reward.sandbox_fusion.url",
+    "reward.sandbox_fusion.max_concurrent",
+    "data.train_batch_size",
+    "run.config",
+    "algorithm.rollout_correction",
+}
 """Keys of verl, of the Helm chart, or whole sections."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.routing import Router
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
 from rayapp.core.timing import Phases
@@ -19,7 +20,6 @@ from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt
 from rayapp.driver.evaluation import evaluation_folder, validate
 from rayapp.driver.feeding import MAX_ISSUES
-from rayapp.driver.routing import Router
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled

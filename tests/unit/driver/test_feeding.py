@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from actors.routing import Router
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError, RayappError, TrainingAbortedError
 from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt
 from rayapp.driver.feeding import feeding
 from rayapp.driver.group_rules import FailureBudget
-from rayapp.driver.routing import Router
 from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog

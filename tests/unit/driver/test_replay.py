@@ -58,4 +58,4 @@ def test_one_bit_is_a_difference_and_a_clock_is_not() -> None:
     assert count == 3  # loss, lr and nan: times, and metrics of only one side, are left out
     assert found == [Difference(step=7, name="learner/loss", recorded=one, replayed=next_to_one)]
     assert list(report_lines(count, found))[1] == f"  step 7 learner/loss: 1.0 recorded, {next_to_one!r} now"
-    assert list(report_lines(3, [])) == ["replayed: all 3 metrics are the recorded ones to the last bit"]
+    assert list(report_lines(3, [])) == ["replayed: all 3 metrics equal the recorded ones to the last bit"]

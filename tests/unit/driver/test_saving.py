@@ -125,7 +125,7 @@ async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_saf
     learners.error = CheckpointError("the disk is full.")
     saver = CheckpointSaver(learners, folder, asynchronous=False)
     async with saving(saver):
-        with pytest.raises(CheckpointError, match=r"full\. There is no whole checkpoint yet"):
+        with pytest.raises(CheckpointError, match=r"full\. There is no complete checkpoint yet"):
             await saver.begin(2, next_group_id=4)
         assert list((folder.path / "checkpoints").iterdir()) == []
     saver = CheckpointSaver(learners, folder, asynchronous=False)
@@ -133,7 +133,7 @@ async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_saf
         learners.error = None
         await saver.begin(4, next_group_id=8)
         learners.error = CheckpointError("the disk is full.")
-        with pytest.raises(CheckpointError, match=r"full\. The last whole checkpoint, step=000004, is intact"):
+        with pytest.raises(CheckpointError, match=r"full\. .* from the last complete checkpoint, step=000004"):
             await saver.begin(6, next_group_id=12)
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000004"]
 
@@ -255,7 +255,7 @@ async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says
         await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 10)
 
     assert versions(folder) == []
-    assert "Does the disk of the run folder answer?" in caplog.text
+    assert "Check the disk of the run folder" in caplog.text
 
 
 async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under_a_wrong_name(

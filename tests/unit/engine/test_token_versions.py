@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.types import VersionSpan
-from rayapp.engine.completions import TokenVersions
+from rayapp.engine.vllm_output import TokenVersions
 
 
 def test_tokens_before_and_after_an_update_are_told_apart() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.handles import VllmServerHandle
-from actors.weight_client import ServersClient
+from actors.learner import ServersClient
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.engine.weights.sync import choose_transport, transfer_plan

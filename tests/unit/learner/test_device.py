@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from actors.placement import by_node, in_order
-from rayapp.config.config import Config, bundles_of
+from rayapp.config.bundles import bundles_of
+from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import use_interface_towards
 from rayapp.learner.distributed import give_back_memory, learner_device

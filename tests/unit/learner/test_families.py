@@ -205,7 +205,7 @@ def test_a_router_takes_the_experts_that_the_server_chose_and_weighs_them_itself
 REPLAYED = sorted(name for name in TRAINED if "experts" in FAMILIES[name].needs and name != "phimoe")
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", [REPLAYED[0], *(pytest.param(name, marks=pytest.mark.long) for name in REPLAYED[1:])])
 def test_experts_that_the_learner_would_have_chosen_change_no_bit(name: str, tmp_path: Path) -> None:
     subject = subject_of(name)
     trial.save_tiny(subject.architecture, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon_h1": ({}, "don't hand their attention what packing needs"),
+    "falcon_h1": ({}, "don't pass their attention the arguments that packing needs"),
     "llama4_text": (EXPERTS, "attend within chunks"),
     "bloom": ({}, "adds a bias by distance"),
     "gpt2": ({}, "no list of `layers`"),
@@ -70,7 +71,7 @@ def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refus
     config = saved(tmp_path, "llama")
     text = SMALL | {"model_type": "ministral3"}
     architecture = CONFIG_MAPPING["mistral3"](text_config=text)
-    with pytest.raises(InputError, match=r"'mistral3' can't be trained: .* language model \(ministral3\) alone"):
+    with pytest.raises(InputError, match=r"'mistral3' can't be trained: .* only its language model \(ministral3\)"):
         check_family(architecture, config)
 
 
@@ -113,7 +114,7 @@ def test_an_attention_option_that_nobody_thought_of_is_an_error(option: str) -> 
     plan = plan_attention(packing, torch.device("cpu"))
     query, key, value = torch.ones(3, 1, 2, 4, 8)
     options: dict[str, Any] = {"attention_mask": None, option: torch.ones(1)}
-    with pytest.raises(LearnerError, match=f"Identity asks for {option}: packed attention"):
+    with pytest.raises(LearnerError, match=f"Identity uses {option}, which packed attention"):
         packed_attention(torch.nn.Identity(), query, key, value, plan=plan, **options)
 
 
@@ -160,7 +161,7 @@ def test_adapters_that_the_models_code_reads_past_are_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("stablelm", "don't hand their attention what packing"), ("mamba2", "num_attention_heads")]
+    ("family", "reason"), [("stablelm", "don't pass their attention the arguments"), ("mamba2", "num_attention_heads")]
 )
 def test_what_the_learner_lacks_for_a_model_is_said_in_words(family: str, reason: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64}
@@ -183,7 +184,11 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_a_model_that_brings_its_own_code_is_trained_where_its_code_is_trusted(tmp_path: Path) -> None:
+def test_a_model_that_brings_its_own_code_is_trained_where_its_code_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
     folder = tmp_path / "own"
     trial.save_tiny(LlamaConfig(**(SMALL | {"vocab_size": VOCABULARY})), folder)
     (folder / "own_code.py").write_text(CODE)

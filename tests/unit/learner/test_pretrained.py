@@ -16,10 +16,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.learner.families.hub_names import hub_tensors
 from rayapp.learner.policy import PolicyModel, _give_memory, build_causal_lm
 from rayapp.learner.state.hf_folder import hf_layout, write_file
-from rayapp.learner.state.pretrained import load_pretrained, tensors_of
+from rayapp.learner.state.pretrained import hub_tensors, load_pretrained, tensors_of
 from support.learners import save_llama
 
 SMALL = {

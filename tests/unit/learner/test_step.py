@@ -28,7 +28,7 @@ from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
-from rayapp.learner.optimizer import learning_rate
+from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
 from support.learners import sampled, save_llama
 
@@ -321,7 +321,7 @@ def test_a_group_with_a_reward_that_is_not_finite_is_left_out_alone_and_named(
             metrics = step(learner, 3, trained)
             found.append((metrics["learner/groups_not_finite"], metrics["learner/loss"], weights(learner)))
     assert [count for count, _, _ in found] == [1.0, 0.0]
-    assert "step 3 leaves out groups [1]: they have rewards that are not finite" in caplog.text
+    assert "step 3 leaves out groups [1], because their rewards are not finite" in caplog.text
     assert found[0][1] == found[1][1]
     assert all((found[0][2][name] == found[1][2][name]).all() for name in found[0][2])
 
@@ -357,7 +357,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(
 def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> None:
     with learner_of(tiny_model) as learner:
         summaries = tuple(summarize_group(group, time_total_s=0.0) for group in two_groups())
-        with pytest.raises(LearnerError, match="summaries and groups are out of step"):
+        with pytest.raises(LearnerError, match="summaries and groups don't match"):
             learner.train_step(1, summaries, ((Share(0), Share(1)),), *two_groups(2))
 
 
@@ -512,9 +512,18 @@ def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp
     ("changes", "difference"),
     [
         # One layer less here: all of the state finds its tensors, and those of the second layer would be left over.
-        ({"num_hidden_layers": 1}, r"model\.model\.layers\.1\..* is \(128,.*\) there and missing here"),
-        ({"num_hidden_layers": 3}, r"model\.model\.layers\.2\..* is missing there and \(128,.*\) here"),
-        ({"intermediate_size": 192}, r"is \(256, 128\) there and \(192, 128\) here|\(128, 256\) there"),
+        (
+            {"num_hidden_layers": 1},
+            r"model\.model\.layers\.1\..* is \(128,.*\) in the checkpoint and missing in the model",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"model\.model\.layers\.2\..* is missing in the checkpoint and \(128,.*\) in the model",
+        ),
+        (
+            {"intermediate_size": 192},
+            r"is \(256, 128\) in the checkpoint and \(192, 128\) in the model|\(128, 256\) in the checkpoint",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
@@ -534,7 +543,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
             learner.load_checkpoint(str(tmp_path / "c"))
         after = weights(learner)
     assert re.search(difference, str(raised.value))
-    assert "give the model.path it was made from" in str(raised.value)
+    assert "set the model.path with which it was made" in str(raised.value)
     assert all((before[name] == after[name]).all() for name in before)
 
 

@@ -17,7 +17,7 @@ from rayapp.core.errors import LearnerError
 from rayapp.core.types import Trajectory
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import supervised_loss, supervised_step
-from support.learners import learner_alone, sampled
+from support.learners import learner_alone, sampled, save_llama
 
 LEARNER = {"compute_dtype": "float32", "max_tokens_per_microbatch": 64, "optimizer": {"lr": 1e-2}}
 
@@ -108,6 +108,17 @@ def test_a_demonstration_is_learned_by_heart(tiny_model: Path) -> None:
     with learner_of(tiny_model) as learner:
         losses = [supervised_step(learner, step, rows)["sft/loss"] for step in range(1, 21)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_in_bfloat16_rows_are_learned_until_each_token_is_almost_sure(tmp_path: Path) -> None:
+    """A loss of 0.0004 is a probability of 0.9996, which bfloat16 rounds to 1."""
+    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = save_llama(tmp_path, **shape, initializer_range=0.15, tie_word_embeddings=False)
+    rng = np.random.default_rng(0)
+    rows = [sampled(rng.integers(2, 90, 24), 8) for _ in range(8)]
+    with learner_of(model, compute_dtype="bfloat16", max_tokens_per_microbatch=256) as learner:
+        losses = [supervised_step(learner, step, rows)["sft/loss"] for step in range(1, 61)]
+    assert losses[-1] < 0.0004
 
 
 def test_adapters_alone_learn_where_there_are_adapters(tiny_model: Path) -> None:

@@ -108,7 +108,7 @@ def take_step(learner: PolicyLearner, step: int, num_tokens: int) -> None:
     [{}, {"activation_checkpointing": True}, {"lora": {"rank": 4}}, {"compute_dtype": "bfloat16"}],
     ids=["plain", "recomputed", "adapters", "bfloat16"],
 )
-@pytest.mark.parametrize("size", ["tiny", "deep"])
+@pytest.mark.parametrize("size", [pytest.param("tiny", marks=pytest.mark.long), "deep"])
 def test_what_is_found_fits_and_twice_as_much_does_not(
     tiny_model: Path, deep_model: Path, size: str, changes: dict[str, Any]
 ) -> None:

@@ -39,10 +39,10 @@ FORGETS = (
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHATML, "has no place for tools: it leaves out echo.*chatml_hermes"),
-        (NO_RESULTS, "leaves out the results of tools"),
+        (CHATML, "does not write the tools echo.*chatml_hermes"),
+        (NO_RESULTS, "does not write the results of tools"),
         (REFUSES_RESULTS, "can't write tool results: TemplateError: no tools"),
-        ("{{ messages | length }}", "does not write out what the assistant said"),
+        ("{{ messages | length }}", "does not write the content of assistant messages"),
         ("{{ nonsense.field.of.nothing }}", "fails: UndefinedError"),
         ("{% if %}", "fails: TemplateSyntaxError"),
     ],

@@ -157,7 +157,7 @@ async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any)
     group, _ = await play(single, engine_of(chat_tokenizer))
 
     assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
-    with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
+    with pytest.raises(InputError, match="agent_name 'react' is neither tool_agent nor single_turn_agent"):
         await play(agent, engine_of(chat_tokenizer), agent_name="react")
 
 
@@ -395,7 +395,7 @@ def test_too_few_sandboxes_for_a_stateful_interpreter_are_told_before_anything_s
         "sandbox.max_leases=5",
     )
 
-    with pytest.raises(ConfigError, match=r"group_size 4 = 8 run at once, .* allow 5") as caught:
+    with pytest.raises(ConfigError, match=r"allow 5, .*group_size 4 = 8 trajectories run at once") as caught:
         check_inputs(config, training=True)
 
     assert "max_leases to 8" in str(caught.value)

@@ -245,7 +245,7 @@ async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
             "malformed",
             "Infinity is not a JSON number",
         ),
-        (call("echo", text=10**4000), "malformed", "an integer of 4001 digits"),
+        (call("echo", text=10**4000), "malformed", "an integer has 4001 digits"),
         (call("echo", text=list(range(20_000))), "bad_arguments", "more than 5000 values"),
         (call("echo", text="x" * 300_000), "bad_arguments", "longer than 262144 characters"),
         (call("echo", text="number"), "crash", "TypeError"),

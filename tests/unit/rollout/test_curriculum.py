@@ -165,7 +165,7 @@ async def test_its_counts_are_in_the_checkpoint_and_its_manifest(tmp_path: Path)
     assert FILE in json.loads((checkpoint.path / "manifest.json").read_text())["files"]
     resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)
     assert play(resumed, range(5, 9)) == play(history, range(5, 9))
-    with pytest.raises(CheckpointError, match="over 6 prompts or sources, and this run has 7"):
+    with pytest.raises(CheckpointError, match="over 6 prompts or sources, but this run has 7"):
         Curriculum.open(config, [7], checkpoint.path)
     (checkpoint.path / FILE).unlink()
     with pytest.raises(CheckpointError, match="was saved without a curriculum"):

@@ -106,15 +106,15 @@ def test_tool_calls_and_tools_reach_the_template(read: Read, chat_tokenizer: Any
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [ASK]}, r"rows.jsonl: row 1: it has no message of the assistant"),
+        ({"messages": [ASK]}, r"rows.jsonl: row 1: the row has no assistant message"),
         ({"messages": [ASK, {"role": "assistant", "content": "  "}]}, r"row 1: the content of message 1 .*is empty"),
         ({"prompt": "a", "completion": ""}, r"row 1: completion is empty"),
-        ({"prompt": "a", "completion": [ANSWER]}, r"row 1: prompt is text, so completion must be text"),
-        ({"question": "a"}, r"row 1: it has question; a row has messages; prompt and completion; or"),
-        ({"messages": "hello"}, r"row 1: messages are a list of objects with role and content"),
+        ({"prompt": "a", "completion": [ANSWER]}, r"row 1: prompt is a string, so completion must be a string"),
+        ({"question": "a"}, r"row 1: the row has question: it must have messages; prompt and completion; or"),
+        ({"messages": "hello"}, r"row 1: messages must be a list of objects with role and content"),
         ({"token_ids": [1, 2], "response_mask": [True]}, r"row 1: token_ids \(2,\) and response_mask \(1,\)"),
-        ({"token_ids": [1, 2], "response_mask": [True, True]}, r"row 1: response_mask must begin with the prompt"),
-        (["a"], r"row 1: a row is an object with .*, not list"),
+        ({"token_ids": [1, 2], "response_mask": [True, True]}, r"row 1: response_mask must begin with false"),
+        (["a"], r"row 1: the row is a list: it must be an object with"),
         ({"prompt": "a" * 400, "completion": "b"}, r"row 1 has 402 tokens, and warmup.max_tokens is 300"),
     ],
 )
@@ -132,7 +132,9 @@ def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read
 
 
 def test_a_model_without_a_chat_template_says_so_with_the_row(read: Read) -> None:
-    with pytest.raises(InputError, match=r"row 0: the model has no chat template .*agent.chat_template"):
+    with pytest.raises(
+        InputError, match=r"the row has messages, but the model has no chat template .*agent.chat_template"
+    ):
         read({"messages": [ASK, ANSWER]}, template="")
 
 

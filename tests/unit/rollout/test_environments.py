@@ -272,14 +272,14 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(
         ),
         ("{environment: trl, factory: 'guessing.py:Guesing'}", "factory '.*guessing.py:Guesing'.*has no function"),
         ("{environment: trl, factory: 'guessing.py:Undescribed'}", r"Undescribed.look\(\) can't be a tool"),
-        ("{environment: trl, factory: 'guessing.py:Unpaid'}", "nothing gives a reward"),
+        ("{environment: trl, factory: 'guessing.py:Unpaid'}", "the reward is missing"),
         (
             "{environment: trl, factory: 'guessing.py:Guessing', rows: nowhere.jsonl}",
             "rows nowhere.jsonl can't be read",
         ),
         ("{environment: trl, factry: x}", "factry"),
         ("{environment: openenv, url: 'localhost:8000'}", "begins with http"),
-        ("{environment: openenv, url: 'http://127.0.0.1:9'}", "can't be reached.* Start it, or mend `url`"),
+        ("{environment: openenv, url: 'http://127.0.0.1:9'}", "can't be reached.* Start it, or correct `url`"),
     ],
 )
 def test_an_environment_that_cant_be_used_is_told_before_anything_starts(
@@ -292,7 +292,7 @@ def test_an_environment_that_cant_be_used_is_told_before_anything_starts(
 
 def test_environments_and_tasks_of_ours_need_sources_of_their_own(bench: Callable[..., Bench]) -> None:
     config = Config.model_validate({"tasks": [str(bench(TRL).file), "sort_numbers"]})
-    with pytest.raises(InputError, match="Give each a source of its own"):
+    with pytest.raises(InputError, match="Give each its own source"):
         check_tasks(config, training=True)
 
 
@@ -332,7 +332,7 @@ async def test_trajectories_wait_for_a_session_of_an_openenv_server_that_holds_o
         await asyncio.to_thread(check_environments, game.tasks)
 
     assert [each.reward.value for each in group.trajectories] == [1.0, 1.0, 1.0]
-    assert "holds one session at once" in caplog.text
+    assert "serves one session at a time" in caplog.text
 
 
 async def test_control_tokens_in_what_an_environment_says_first_are_broken_up(
@@ -366,12 +366,16 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
     both = {**MOVE, "properties": {"to": {"type": "integer"}, "why": {"type": "string"}}}
     async with OpenEnvStub({"action": both}).running() as url:
         for field in ("to", "why"):
-            with pytest.raises(ConfigError, match=f"text_field '{field}' .* it has why, and needs to"):
+            with pytest.raises(
+                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and it needs to"
+            ):
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:
         game = bench(openenv(url, text_field="message"))
         game.config = Config.model_validate({"agent": {"name": "tool_agent", "tool_file": "mine.yaml"}})
-        with pytest.raises(ConfigError, match=r"every turn is an action: it can't call the tools of .* mine.yaml"):
+        with pytest.raises(
+            ConfigError, match=r"every turn is an action, so that the policy can't call the tools of .* mine.yaml"
+        ):
             await game.group()
 
 
@@ -400,7 +404,7 @@ async def test_an_openenv_server_of_another_version_is_told_with_the_way_out(
 ) -> None:
     async with OpenEnvStub(schema).running() as url:
         game = bench(openenv(url))
-        with pytest.raises(ConfigError, match=r"game: OpenEnv server http.* speaks another version.*pip install -U"):
+        with pytest.raises(ConfigError, match=r"game: OpenEnv server .* has an incompatible version.*pip install -U"):
             await game.group()
 
 

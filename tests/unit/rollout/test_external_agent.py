@@ -232,7 +232,7 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
     [
         ("ask({'role': 'user', 'content': 'hi'}); sys.exit('no luck')", "the agent's program ended with 1: no luck"),
         ("ask({'role': 'user', 'content': 'hi'}); os.kill(os.getpid(), 9)", "the agent's program ended with -9: "),
-        ("pass", "the agent ended without a turn of the policy"),
+        ("pass", "the agent ended without calling the policy"),
     ],
 )
 async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
@@ -408,7 +408,7 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
         return 42
 
     b: Bench = bench("14")
-    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "it returned a int: an agent returns")):
+    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "it returned a int: it must return")):
         async with b.agent(entry) as external:
             played = await b.row(external)
         assert played.first.status is RolloutStatus.ERROR_TASK
@@ -444,9 +444,9 @@ async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_an
 async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
     b: Bench = bench("x")
     async with b.agent(command=program(tmp_path, "")) as agent:
-        opening = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
+        start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
         played = await agent.play(
-            replace(problem_of_row(ROW, AnswerRewards()), opening=opening),
+            replace(problem_of_row(ROW, AnswerRewards()), agent_start=start),
             engine=b.engine(),
             sampling=SamplingParams(max_tokens=2000),
             request_id=RequestId("group", 3, 0),
@@ -494,11 +494,11 @@ def test_arguments_are_filled_in_once() -> None:
                 "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
                 "sandbox": {"providers": [{"type": "fake"}]},
             },
-            "sandboxes of fake have no way to the policy; those of local, e2b and daytona have",
+            "sandboxes of fake have no connection to the policy, unlike sandboxes of local, e2b and daytona",
         ),
         (
             {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
-            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
+            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise sandbox.lease_ttl_s to 660",
         ),
         (
             {
@@ -509,7 +509,7 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         (
             {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
-            "an external agent brings tools of its own",
+            "an external agent has tools of its own",
         ),
     ],
 )
@@ -540,7 +540,7 @@ async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config, formats, None)
 
-    with pytest.raises(InputError, match="an external agent is told text alone"):
+    with pytest.raises(InputError, match="external agents get only text"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
         await agent.prompt(problem_of_row(row, AnswerRewards()))
 
@@ -580,6 +580,7 @@ async def inside(
         yield agent, sandboxes
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_program_in_its_sandbox_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(
     bench: Any,
 ) -> None:
@@ -595,6 +596,7 @@ async def test_a_program_in_its_sandbox_that_fails_after_a_limit_is_scored_by_th
     assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_scored(bench: Any) -> None:
     text = """
         told = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
@@ -709,6 +711,7 @@ async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) 
     assert "the relay in the sandbox has ended" in played.first.reward.detail
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_reached(bench: Any) -> None:
     text = """
         kept = open(os.environ["HOME"] + "/agent.py").read()
@@ -742,6 +745,7 @@ async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_rea
     assert played.first.num_turns == 1
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_beside_the_worker(bench: Any) -> None:
     b: Bench = bench("#### 42")
     played = []
@@ -755,9 +759,10 @@ async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_b
         "the agent's program ended with 1: no luck",
     )
     assert (late.status, late.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
-    assert silent.reward.detail == "the agent ended without a turn of the policy"
+    assert silent.reward.detail == "the agent ended without calling the policy"
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_file_that_its_sandbox_does_not_take_is_a_failed_rollout(bench: Any) -> None:
     b: Bench = bench("#### 42")
     async with inside(b, "ask('hi')") as (agent, sandboxes):
@@ -768,6 +773,7 @@ async def test_a_file_that_its_sandbox_does_not_take_is_a_failed_rollout(bench: 
     assert "../../escaped' can't be written" in first.reward.detail
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(bench: Any) -> None:
     text = """
         url = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")[0].split(":")
@@ -797,6 +803,7 @@ async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(
     assert first.reward.value == second.reward.value == 1.0, (first.reward.detail, first.agent_output)
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever_it_runs(
     bench: Any, chat_tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from rayapp.core.types import (
     RolloutStatus,
     SamplingParams,
 )
-from rayapp.engine.completions import whole_completion
+from rayapp.engine.vllm_output import whole_completion
 from rayapp.rollout.agents import OneTurn
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed

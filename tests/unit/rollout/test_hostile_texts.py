@@ -19,7 +19,7 @@ from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import Group, Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.group import with_terms
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.details import read_group, read_trajectory

@@ -166,6 +166,7 @@ def config_of(*overrides: str) -> Config:
     )
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_an_agent_that_writes_runs_reads_a_traceback_mends_and_submits_earns_one(bench: Bench) -> None:
     played = await bench.play(
         [
@@ -204,6 +205,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_what_an_agent_leaves_behind_or_patches_gains_it_nothing(bench: Bench) -> None:
     reads_workspace = "def double(x):\n    return int(open('answer').read())\n"
     honest = await bench.play([call("submit", answer=WRONG)])
@@ -229,6 +231,7 @@ async def test_what_an_agent_leaves_behind_or_patches_gains_it_nothing(bench: Be
     assert "FileNotFoundError" in played.first.reward.detail
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_of_its_own(opened: Any) -> None:
     class Recorded(LocalProvider):
         made: list[str] = []  # noqa: RUF012  (of this test)
@@ -306,7 +309,7 @@ async def test_the_first_answer_of_a_turn_counts_and_what_is_no_answer_is_told(b
     right, wrong = f"def double(x):\n    return {FIXED}", WRONG
     played = await bench.play([both, call("submit", answer=right) + call("submit", answer=wrong), "never said"])
 
-    assert played.outputs[0] == "Error: give either path or answer"
+    assert played.outputs[0] == "Error: give either path or answer, not both"
     assert (played.first.reward.value, played.first.num_turns) == (1.0, 2)
 
 
@@ -383,7 +386,7 @@ async def test_a_trajectory_past_its_deadline_gives_its_workspace_back(opened: A
 async def test_bash_says_when_no_command_line_can_run_in_this_nodes_sandboxes(opened: Any) -> None:
     provider = LocalProvider(max_slots=1, levels=("ll",))
     async with opened(provider) as bench:
-        with pytest.raises(SandboxConfigError, match="level ll lets no program start another"):
+        with pytest.raises(SandboxConfigError, match="at isolation level ll a program can't start another program"):
             await bench.play([call("bash", command="ls | wc -l")])
         played = await bench.play(
             [
@@ -394,6 +397,7 @@ async def test_bash_says_when_no_command_line_can_run_in_this_nodes_sandboxes(op
     assert played.first.reward.value == 1.0, "the other tools work there"
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_workspace_holds_the_tasks_files_and_the_prompt_names_them(bench: Bench) -> None:
     task = TASK.model_copy(update={"files": {"lib/words.txt": "é\n"}})
     ls = call("bash", command="find . -type f | sort; cat lib/words.txt")
@@ -406,6 +410,7 @@ async def test_a_workspace_holds_the_tasks_files_and_the_prompt_names_them(bench
         assert f'"name": "{name}"' in played.group.prompt.text
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
     def replace(old: str, **more: str) -> str:
         return call("edit", command="str_replace", path="a.py", old_str=old, **more)
@@ -425,14 +430,15 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
     )
     assert [output for output in played.outputs if output and not output.endswith("is written")] == [
         "Error: there is no file a.py",
-        "Error: old_str is in a.py 2 times; it has to be there once: give more of the text",
+        "Error: old_str is in a.py 2 times: it must be there exactly once. Give more of the text around it",
         "-XbX",
         "Error: create needs file_text",
-        "Error: ../../etc/passwd can't be written there, or the disk is full",
+        "Error: ../../etc/passwd can't be written: the path is not allowed, or the disk is full",
         "Error: raw is not UTF-8 text",
     ]
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_tool_file_configures_a_tool_that_the_task_brings(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "tools.yaml"
     file.write_text("tools:\n  - {class_name: bash, config: {timeout: 0.2}}\n")
@@ -453,12 +459,12 @@ def task_file(folder: Path, **fields: object) -> Path:
             {"public_tests": ["double(2) == 4", "double(3) == 9"]},
             r"task double: the reference fails public test 2, `double\(3\) == 9`: it gives `6`",
         ),
-        ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' is not of the form double\(…\) == …"),
+        ({"public_tests": ["double(2)"]}, r"public test 'double\(2\)' must have the form double\(…\) == …"),
         ({"public_tests": ["double(x) == 4"]}, r"values must be literals"),
         ({"public_tests": ["double(1, 2) == 4"]}, r"gives 2 inputs; the function takes 1"),
         ({"public_tests": ["double(1) == 2j"]}, r"public test 1, `double\(1\) == 2j`, holds a value of type complex"),
-        ({"files": {"../x": ""}}, r"'../x' is not a relative path inside a folder"),
-        ({"files": {"test_public.py": ""}}, r"files names test_public.py, which is written from public_tests"),
+        ({"files": {"../x": ""}}, r"'../x' must be a relative path inside the workspace"),
+        ({"files": {"test_public.py": ""}}, r"files has test_public.py, which is also made from public_tests"),
         ({"tools": ["bash", "edti"]}, r"task double: tools: edti: it can't be imported .* did you mean edit\?"),
         ({"tools": ["rayapp.tools.coding.Ed"]}, r"there is no class Ed in rayapp.tools.coding"),
     ],
@@ -477,7 +483,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
     options = ["rollout.group_size=4", "train.groups_per_step=2"]
     with pytest.raises(InputError, match=r"task first: .* has no method agent_start"):
         check_tasks(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
-    with pytest.raises(ConfigError, match=r"group_size 4 = 8 run at once, .* allow 5"):
+    with pytest.raises(ConfigError, match=r"allow 5, .*group_size 4 = 8 trajectories run at once"):
         config = config_of(*options, f"tasks=[{task_file(tmp_path)}]", "sandbox.max_leases=5")
         check_tasks(config, training=True)
 
@@ -489,6 +495,7 @@ def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() 
         load_config(None, ["agent.tool_file=t.yaml"])
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: Bench) -> None:
     task = load_task("fix_bookings")
     assert isinstance(task, RepositoryTask)
@@ -511,6 +518,7 @@ async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: B
     assert (played.first.reward.value, played.first.reward.terms["solved"]) == (1.0, 1.0)
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_workspace_of_a_repository_has_a_quota_and_work_too_large_is_told(bench: Bench) -> None:
     task = load_task("fix_bookings")
     played = await bench.play(

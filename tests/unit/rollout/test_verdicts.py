@@ -28,7 +28,7 @@ from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams, Traject
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent, OneTurn, Player
-from rayapp.rollout.environments.agent import ScenePlayer, SceneTool, problem_of_environment
+from rayapp.rollout.environments.agent import EpisodePlayer, EpisodeTool, problem_of_environment
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Agent, Problem, problem_of_row, problem_of_task, prompted
@@ -160,7 +160,7 @@ class Judges(Judging):
         ]
 
 
-class Scene:
+class Episode:
     def __init__(self, act: Act, where: str) -> None:
         self.act, self.where, self.is_bad = act, where, False
 
@@ -176,7 +176,7 @@ class Scene:
 
 
 @dataclass
-class Stage:
+class Episodes:
     act: Act
     where: str
 
@@ -184,8 +184,8 @@ class Stage:
         return [Hostile.schema]
 
     @asynccontextmanager
-    async def scene(self) -> AsyncIterator[Scene]:
-        yield Scene(self.act, self.where)
+    async def episode(self) -> AsyncIterator[Episode]:
+        yield Episode(self.act, self.where)
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class Bench:
             {"name": "e", "folder": ".", "environment": "openenv", "url": "http://e"}
         )
         task = EnvironmentTask(environment=environment, index=0, messages=MESSAGES)
-        loop = self.loop(SceneTool(Hostile.schema, timeout_s=30.0))
-        player = ScenePlayer(Stage(act, where), loop, max_prompt_tokens=1000)
+        loop = self.loop(EpisodeTool(Hostile.schema, timeout_s=30.0))
+        player = EpisodePlayer(Episodes(act, where), loop, max_prompt_tokens=1000)
         return Asked(await prompted(problem_of_environment(task), player), player)
 
     @property

@@ -26,8 +26,7 @@ from rayapp.core.errors import (
     StorageUnreachableError,
     UserError,
 )
-from rayapp.runs.compatibility import FORMAT, check_format
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import FORMAT, RunFolder, check_format
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
@@ -148,7 +147,9 @@ def test_a_run_folder_from_a_newer_version(kind: str, tmp_path: Path) -> None:
             (folder.path / "metrics.jsonl").write_bytes(metrics)
         asyncio.run(put(settings.run_uri, "format.json", newer))
 
-    says = r"was written by a newer version \(rayapp 9\.0, format 2\); this one reads format 1\. Nothing was changed"
+    says = (
+        r"was written by a newer version \(rayapp 9\.0, format 2\); this version reads format 1\. Nothing was changed"
+    )
     with pytest.raises(RunFolderError, match=says):
         start(settings)
     with pytest.raises(UserError, match=says):

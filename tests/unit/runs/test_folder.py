@@ -228,7 +228,9 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
             with (
-                pytest.raises(StorageFullError, match=r"no space left to write .*step=000001, is intact.* Free some"),
+                pytest.raises(
+                    StorageFullError, match=r"no space left to write .*step=000001, which is intact.* Free some"
+                ),
                 folder.explain_full_disk(pending),
             ):
                 write_text(pending / "weights", "w" * 100)
@@ -240,7 +242,7 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
 
 def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageFullError, match="There is no whole checkpoint yet: the next start begins from scratch"),
+        pytest.raises(StorageFullError, match="There is no complete checkpoint yet: the next run starts over"),
         RunFolder.open(config(tmp_path)),
     ):
         Path("/dev/full").write_text("x")

@@ -17,9 +17,9 @@ from rayapp.runs.mirror import lock as lock_module
 from rayapp.runs.mirror import restore
 from rayapp.runs.mirror.layout import Ledger, folder_stamp, last_step, loose_files, trajectory_step
 from rayapp.runs.mirror.lock import Holder, acquire, last_generation
+from rayapp.runs.mirror.mirror import Uploader
 from rayapp.runs.mirror.restore import fetch_again, prepare
-from rayapp.runs.mirror.upload import Uploader
-from rayapp.storage.local import LocalStorage
+from rayapp.storage.opening import LocalStorage
 
 QUICK = {"lease_s": 0.4, "poll_s": 0.02, "settle_s": 0.0}
 PATIENT = QUICK | {"lease_s": 30.0}
@@ -460,7 +460,7 @@ async def test_a_bucket_that_was_emptied_behind_a_run_is_told(bucket: LocalStora
     (staging / "metrics.jsonl").write_text('{"step": 1}\n')
     Ledger(folder=staging, uri=bucket.uri, generation=3).save()
 
-    with pytest.raises(RunFolderError, match=r"holds no run, but .* holds one that was written there"):
+    with pytest.raises(RunFolderError, match=r"holds no run, but .* holds a run that was uploaded to it"):
         await prepare(bucket, staging, 1, must_be_new=False)
 
 

@@ -13,8 +13,7 @@ from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
 from rayapp.core.types import Fork, Group, Prompt, Reward, Trajectory
 from rayapp.rollout.demonstrations import _of_tokens
-from rayapp.runs.selecting import Selection, select_from_run
-from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.trajectories import Selection, select_from_run, write_trajectories
 from support.learners import sampled
 
 
@@ -62,7 +61,7 @@ def test_a_rollout_that_forks_is_learned_from_as_the_tree_that_it_is(tmp_path: P
     vocabulary = range(1000)
     assert _of_tokens(row, vocabulary).forks == (Fork(start=2, after=0),)
     for wrong in ({"start": 3, "after": 0}, {"start": 1, "after": 1}, {"start": 0, "after": -1}):
-        with pytest.raises(ValueError, match="forks must have a start within the tokens"):
+        with pytest.raises(ValueError, match="forks must be sorted, each with a start within the tokens"):
             _of_tokens(row | {"forks": [wrong]}, vocabulary)
 
 

@@ -163,7 +163,7 @@ def test_a_service_that_can_not_be_made_is_made_when_it_is_back() -> None:
 def test_a_missing_package_is_told_before_training_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else object())
 
-    with pytest.raises(ConfigError, match="pip install wandb, or leave it out"):
+    with pytest.raises(ConfigError, match="pip install wandb, or remove the tracker"):
         module.check_packages(("console", "mlflow", "wandb"))
 
 

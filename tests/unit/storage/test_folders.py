@@ -22,8 +22,7 @@ from rayapp.core.errors import (
 from rayapp.core.files import Location, check_key
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import CLAIM, MANIFEST, get_folder, put_folder, read_manifest
-from rayapp.storage.local import LocalStorage
-from rayapp.storage.opening import open_storage
+from rayapp.storage.opening import LocalStorage, open_storage
 from rayapp.storage.settings import settings_from_environment
 
 

@@ -28,7 +28,7 @@ from rayapp.core.errors import (
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.upload import journal_key, part_bytes_for
+from rayapp.storage.s3.storage import journal_key, part_bytes_for
 from rayapp.storage.settings import MIB, S3Settings, Transfer
 from support.ports import free_port
 from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
@@ -82,7 +82,7 @@ def settings(url: str, **changes: object) -> S3Settings:
 
 
 async def make_bucket(url: str, name: str) -> None:
-    from rayapp.storage.s3.client import s3_client
+    from rayapp.storage.s3.storage import s3_client
 
     async with s3_client(settings(url)) as client:
         await client.create_bucket(Bucket=name)
@@ -241,7 +241,7 @@ async def test_a_part_that_was_stored_short_is_sent_again(
     proxy.plan = lambda _: None
     import json
 
-    from rayapp.storage.s3.client import s3_client
+    from rayapp.storage.s3.storage import s3_client
 
     journal = json.loads(await storage.get_bytes(journal_key("big.bin")))
     async with s3_client(settings(server.url)) as client:
@@ -298,7 +298,7 @@ async def test_damage_on_the_way_or_at_rest_is_refused_and_leaves_no_file(
 async def test_an_object_replaced_by_another_program_is_refused(
     storage: Storage, server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
-    from rayapp.storage.s3.client import s3_client
+    from rayapp.storage.s3.storage import s3_client
 
     written = await storage.put_bytes(b"right", "a")
     async with s3_client(settings(server.url)) as client:
@@ -350,7 +350,7 @@ async def test_what_botocore_knows_of_services_is_read_once_for_all_clients(
 ) -> None:
     from botocore.loaders import JSONFileLoader
 
-    from rayapp.storage.s3.client import s3_client
+    from rayapp.storage.s3.storage import s3_client
 
     async with s3_client(settings(server.url)):
         pass

@@ -1,10 +1,8 @@
-"""verl's FSDP checkpoints as a start: shards are refused with the command, and what that command writes is a model."""
+"""verl's FSDP checkpoints as a start: shards are refused with the command, and a run starts from what it writes."""
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,37 +13,61 @@ from transformers import AutoModelForCausalLM
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
+from rayapp.learner.build import build_learner
+from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.storage.models.check import check_model
+from support.ports import free_port
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).parents[2] / "data" / "write_verl_shards.py"
 
 
-@pytest.fixture
-def checkpoint(tiny_model: Path, tmp_path: Path) -> Path:
-    """Return `global_step_1` as verl's FSDP trainer writes it on one GPU: a shard, and the model's files."""
-    actor = tmp_path / "global_step_1" / "actor"
-    shutil.copytree(tiny_model, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
-    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 1}))
-    weights = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
-    torch.save(weights, actor / "model_world_size_1_rank_0.pt")
-    return actor.parent
+@pytest.fixture(scope="module")
+def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return `global_step_1` of two FSDP ranks, saved by verl's own checkpoint manager after a training step."""
+    folder, port = tmp_path_factory.mktemp("verl"), str(free_port())
+    command = [sys.executable, str(PROGRAM), str(tiny_model), str(folder)]
+    ranks = [subprocess.Popen([*command, rank, port], stderr=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    said = [rank.communicate(timeout=500)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return folder / "global_step_1"
 
 
-def checked(folder: Path | str) -> None:
-    rollout = {"max_prompt_tokens": 32, "max_completion_tokens": 32}
-    check_model(Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout}))
+def config_of(folder: Path | str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "rollout": {"max_prompt_tokens": 32, "max_completion_tokens": 32},
+            "learner": {"compute_dtype": "float32", "cpu_threads": 1},
+            "cluster": {"device": "cpu"},
+        }
+    )
 
 
-def test_the_command_that_the_refusal_of_shards_names_makes_a_model(checkpoint: Path, tiny_model: Path) -> None:
-    with pytest.raises(InputError, match="holds 1 FSDP shards of verl") as caught:
-        checked(checkpoint)
+def test_a_run_starts_from_what_verls_merger_makes_of_the_shards_of_two_ranks(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="holds 2 FSDP shards of verl") as caught:
+        check_model(config_of(checkpoint))
 
     command = str(caught.value).split("`")[1]
     program, *arguments = shlex.split(command)
     assert program == "python"
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
     merged = str(caught.value).rpartition("model.path=")[2].rstrip(".")
-    checked(merged)
+    whole = torch.load(checkpoint.parent / "whole.pt")
     found = AutoModelForCausalLM.from_pretrained(merged).state_dict()
-    for name, expected in AutoModelForCausalLM.from_pretrained(tiny_model).state_dict().items():
-        assert torch.equal(found[name].bfloat16(), expected.bfloat16()), name
+    assert all(torch.equal(found[name].bfloat16(), weight.bfloat16()) for name, weight in whole.items())
+
+    config = config_of(merged)
+    check_model(config)
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        held = dict(build_learner(config, ranks).model.named_parameters())
+        for name, weight in held.items():
+            own = getattr(weight, "full_tensor", lambda weight=weight: weight)().detach()
+            expected = next(each for full, each in whole.items() if name.endswith(full))
+            assert torch.equal(own, expected.bfloat16().float()), name
+    finally:
+        end_ranks()

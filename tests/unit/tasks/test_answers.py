@@ -44,6 +44,10 @@ def half(data_source, solution_str, ground_truth, extra_info=None):
 async def later(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     return {"score": 1.0, "length": len(solution_str), "pred": "text"}
+def lists(data_sources, solution_strs, ground_truths, extra_infos, **_):
+    return [float(len(text)) for text in solution_strs]
+async def lists_later(data_sources, solution_strs, ground_truths, extra_infos, **_):
+    return lists(data_sources, solution_strs, ground_truths, extra_infos)
 def raises(**_):
     raise ValueError("no idea")
 def hangs(**_):
@@ -330,6 +334,9 @@ async def test_a_reward_that_is_no_number_of_32_bits_gives_no_verdict() -> None:
 async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) -> None:
     half = await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:half")), source="mine")
     later = await verdict("xyz", AnswerRewards(custom=CustomReward(path=f"{module}:later")), source="mine")
+    lists = await verdict("xyz", AnswerRewards(custom=CustomReward(path=f"{module}:lists")), source="mine")
+    lists_later = await verdict("xyz", AnswerRewards(custom=CustomReward(path=f"{module}:lists_later")), source="mine")
+    assert (lists.value, lists_later.value) == (3.0, 3.0), "functions of verl's batch manager take lists"
 
     assert (half.value, half.terms["solved"]) == (0.5, 0.0)
     assert (later.value, later.terms["length"], later.terms["solved"]) == (1.0, 3.0, 1.0)
@@ -340,11 +347,11 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
     ("name", "kind", "words"),
     [
         ("raises", "reward_error", "ValueError: no idea"),
-        ("hangs", "reward_timeout", "over 0.05 s"),
-        ("hangs_async", "reward_timeout", "over 0.05 s"),
+        ("hangs", "reward_timeout", "more than 0.05 s"),
+        ("hangs_async", "reward_timeout", "more than 0.05 s"),
         ("nan", "reward_nonsense", "not a finite number"),
         ("text", "reward_nonsense", "'good'"),
-        ("no_score", "reward_nonsense", "without score"),
+        ("no_score", "reward_nonsense", "without the key score"),
         ("raises_unreadable", "reward_error", "Unreadable: (its message can't be read)"),
         ("exits", "reward_error", "SystemExit: 3"),
         ("exits_async", "reward_error", "SystemExit: 3"),

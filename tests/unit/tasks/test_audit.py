@@ -17,13 +17,14 @@ import pytest
 import pytest_asyncio
 
 from rayapp.cli.main import run
+from rayapp.cli.task import _page
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.audit.checks import TaskReport, audit
+from rayapp.tasks.audit.checks import AuditFinding, TaskReport, audit
 from rayapp.tasks.audit.hunt import holds_expression, places_of
 from rayapp.tasks.audit.subject import Attempt, Subject
 from rayapp.tasks.audit.subjects import coding_subject, subjects_of, task_subject
@@ -82,7 +83,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"tests": ("0",), "reference": "0"}, "trivial: `return x` is worth 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in its sandbox"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
         ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests, the slowest test 1, 4"),
     ],
@@ -91,7 +92,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
 async def test_a_faulty_task_is_told_with_its_fault(sandboxes: SandboxSource, changes: Any, said: str) -> None:
     found = await of_task(sandboxes, runs=2, **changes)
 
-    assert any(line.startswith(said) for line in found.said), found.said
+    assert any(said in line for line in found.said), found.said
 
 
 async def test_a_flaky_task_is_told_with_the_test_that_fails_now_and_then(sandboxes: SandboxSource) -> None:
@@ -226,7 +227,7 @@ async def test_a_reference_that_the_prompts_own_example_contradicts_is_told(sand
         "solution: task double: the reference fails the prompt's example, double(0) gives 0: it gives `1`",
     ]
     assert right.said == []
-    assert "nothing to hold it against" in (await of_task(sandboxes)).reports[0].notes["reference"]
+    assert "not checked: there is no demonstration" in (await of_task(sandboxes)).reports[0].notes["reference"]
     assert "reference" not in right.reports[0].notes
 
 
@@ -295,3 +296,14 @@ async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
 
     assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
     assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []
+
+
+def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
+    finding = AuditFinding(task="<b>bad</b>", check="cheat", detail="an answer that <script>x</script> earns 1")
+    good = TaskReport(task="good", kind="coding", nothing=0.0, solution="2/2", cheats="0/17")
+    page = _page([good, TaskReport(task="<b>bad</b>", kind="coding", findings=(finding,))])
+
+    assert "2 tasks audited, 1 with findings" in page
+    assert "<script>" not in page
+    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td><td>0</td><td>2/2</td>")
+    assert "cheat: an answer that &lt;script&gt;" in page

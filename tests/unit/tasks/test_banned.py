@@ -156,5 +156,5 @@ def test_operators_of_words_are_found() -> None:
 
 @pytest.mark.parametrize("pattern", ["", "a b", "sorted()", "(", "x..y", "for", "lambda", "True", "not not"])
 def test_pattern_that_names_nothing_is_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="names nothing"):
+    with pytest.raises(ValueError, match="is neither a name nor an operator"):
         normal_pattern(pattern)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.rollout.agents import render_prompts
+from rayapp.rollout.check import check_data
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.code.hidden_cases import InsideTest
+from rayapp.tasks.code.languages import LANGUAGES
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import DATASETS, MAX_TEST_CHARS, apps_row, default_source
 from rayapp.tasks.loading import load_tasks
@@ -198,3 +202,74 @@ async def test_humaneval_is_prepared_from_its_package(tmp_path: Path) -> None:
     (report,) = await prepare(job)
 
     assert (report.split, report.num_written) == ("test", 3)
+
+
+CPP_SUM = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "language", "reference"),
+    [
+        ("codecontests", {"solutions": {"language": [3, 2], "solution": [SUM, CPP_SUM]}}, "cpp", CPP_SUM),
+        ("codecontests", {"solutions": {"language": [3], "solution": [SUM]}}, "C++17", ""),
+        ("taco", {"solutions": json.dumps([CPP_SUM]), "language": "C++"}, "", CPP_SUM),
+        ("taco", {"solutions": json.dumps([CPP_SUM]), "language": "C++"}, "cpp", CPP_SUM),
+        ("taco", {}, "cpp", ""),
+    ],
+)
+async def test_a_row_asks_for_its_language_and_its_solution_in_it_is_checked(
+    name: str, example: dict[str, Any], language: str, reference: str, tmp_path: Path
+) -> None:
+    if shutil.which("g++", path="/usr/bin") is None:
+        pytest.skip("no g++ in /usr/bin")
+    raw = write(tmp_path / "raw.jsonl", EXAMPLES[name] | example)
+    (report,) = await prepare(Preparation(name=name, source=raw, out=str(tmp_path / "out"), language=language))
+
+    assert (report.num_written, report.bad) == (1, [])
+    (row,) = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert "Write a C++ program" in row["prompt"][0]["content"]
+    assert "```cpp" in row["prompt"][0]["content"]
+    assert json.loads(row["reward_model"]["ground_truth"])["language"] == (language or "C++")
+    assert row["extra_info"]["reference"] == reference
+
+
+async def test_a_solution_in_another_language_that_fails_its_tests_is_named(tmp_path: Path) -> None:
+    if shutil.which("g++", path="/usr/bin") is None:
+        pytest.skip("no g++ in /usr/bin")
+    wrong = EXAMPLES["taco"] | {"solutions": json.dumps([CPP_SUM.replace("+ b;", "- b;")]), "language": "cpp"}
+    job = Preparation(name="taco", source=write(tmp_path / "raw.jsonl", wrong), out=str(tmp_path / "out"))
+
+    with pytest.raises(InputError, match="row 0: its reference fails its tests: wrong output: input '1 2"):
+        await prepare(job)
+
+
+def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = write(tmp_path / "raw.jsonl", MBPP)
+    for name, language, why in (
+        ("taco", "cobol", "language 'cobol' is not known: it is one of python, cpp, c,"),
+        ("mbpp", "cpp", "--language cpp: only apps, taco, codecontests, livecodebench have programs"),
+    ):
+        argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]
+        assert run(argv) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_whose_rows_need_a_missing_compiler_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = replace(LANGUAGES[0], compile=("no-such-g++", "main.cpp"))
+    monkeypatch.setattr("rayapp.tasks.code.languages.LANGUAGES", (none,))
+    truth = json.dumps({"inputs": ["1"], "outputs": ["1"], "language": "cpp"})
+    row = {"data_source": "taco", "prompt": [{"role": "user", "content": "Echo."}],
+           "reward_model": {"style": "rule", "ground_truth": truth}}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = load_config(None, [f"tasks=[{tmp_path}/rows.jsonl]", f"data.cache_dir={tmp_path}/cache"])
+
+    with pytest.raises(InputError) as caught:
+        check_data(config, config.tasks)
+    assert str(caught.value) == (
+        "rows that ask for C++: C++: sandboxes of local have no no-such-g++, which tests its programs: install it on "
+        "this machine, in /usr/bin"
+    )

@@ -113,7 +113,7 @@ def test_private_cases_that_are_torn_are_named() -> None:
     [
         ("not json", "can't be read as JSON"),
         ("[1]", "must be a struct"),
-        ('{"a": 1}', "no tests: inputs and outputs are needed; it has a"),
+        ('{"a": 1}', "its ground_truth has no tests: it has a; inputs and outputs are needed"),
         ('{"inputs": [], "outputs": []}', "it has 0 inputs and 0 outputs"),
         ('{"inputs": ["1"], "outputs": "2"}', "outputs must be a list"),
         ('{"inputs": ["1"], "outputs": [2]}', "one of its outputs must be a text"),

@@ -420,11 +420,9 @@ def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp
     path = write(tmp_path / "a.parquet", rows)
 
     with pytest.raises(
-        InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is no agent loop here"
-    ) as caught:
+        InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is neither tool_agent nor single_turn_agent"
+    ):
         open_now([path], tmp_path, check_agent=check_agent_name)
-
-    assert "tool_agent and single_turn_agent" in str(caught.value)
 
 
 def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_path: Path) -> None:

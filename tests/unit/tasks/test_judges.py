@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -270,6 +271,21 @@ async def test_prose_costs_what_it_costs(desk: Any) -> None:
     assert reward.terms["judged/dollars"] == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize(("temperature", "num_asked"), [(None, 2), (0.7, 2), (0.0, 1)])
+async def test_a_judge_that_samples_is_asked_once_more_after_an_unusable_answer(
+    desk: Any, temperature: float | None, num_asked: int
+) -> None:
+    useless = json.dumps({"choices": [{"message": {"content": "I'd say 7."}}], "usage": {"prompt_tokens": 900}})
+    async with desk(temperature=temperature) as at:
+        at.stub.failures.append((200, useless, {}))
+        reward = await at.score("four.")
+
+    assert len(at.stub.bodies) == num_asked
+    assert reward.valid == (num_asked == 2)
+    assert reward.terms["judged/tokens_in"] == (1000.0 if num_asked == 2 else 900.0)
+    assert reward.terms["judged/requests"] == num_asked
+
+
 async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:
     schema = {"type": "object", "required": ["a"]}
 
@@ -463,7 +479,7 @@ def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start
     pq.write_table(pa.Table.from_pylist(rows), file)
     section = judged(reference=True) | {"tasks": [file]}
 
-    with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has over 65,536 characters"):
+    with pytest.raises(InputError, match=r"rows\.parquet, row 1: its ground_truth has more than 65,536 characters"):
         check_data(Config.model_validate(section), [file])
     check_data(Config.model_validate(section | {"judges": judged()["judges"]}), [file])
 
@@ -515,7 +531,7 @@ def test_a_judge_that_can_not_be_meant_is_refused_with_the_way_out(config: dict[
 def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rubric(tmp_path: Path) -> None:
     from rayapp.config.loading import to_yaml
     from rayapp.core.errors import RunFolderError
-    from rayapp.runs.compatibility import check_same_training
+    from rayapp.runs.folder import check_same_training
 
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(Config.model_validate(judged())))

@@ -40,7 +40,7 @@ real = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxSource]:
+async def sandboxes(namespaces: None) -> AsyncIterator[SandboxSource]:
     async with open_pool(SandboxConfig(max_leases=2), "test-repository") as (source, _):
         yield source
 
@@ -194,7 +194,10 @@ async def test_a_task_of_harbors_is_judged_and_solved_by_its_scripts_where_the_u
 
 
 @real
-async def test_an_audit_tells_which_cheats_a_trusted_script_pays(sandboxes: SandboxSource, folder: Path) -> None:
+async def test_an_audit_tells_which_cheats_a_trusted_script_pays_without_sentinels(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
+    (folder / "task.toml").write_text("[metadata.rayapp]\nsentinels = 0\n")
     subject = repository_subject(trusted(folder))
     tried = {"ends its process with success", "adds a conftest.py that passes every test", "skips, as a test would"}
     few = tuple(cheat for cheat in subject.cheats if cheat.name in tried)
@@ -273,9 +276,7 @@ def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (spoil("environment/Dockerfile", "FROM python:3\nWORKDIR /srv\n"), "its folder is /srv"),
-        (spoil("task.toml", '[environment]\nworkdir = "/srv"\n'), "its folder is /srv"),
-        (spoil("task.toml", '[environment]\ndocker_image = "a/b"\n'), "task.toml names it"),
+        (spoil("environment/Dockerfile", "FROM python:3\nRUN x\nWORKDIR /srv\n"), "`RUN x`"),
         (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
         (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
         (
@@ -310,15 +311,19 @@ def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folde
     (folder / "tests" / "Dockerfile").write_text("FROM python:3\nRUN pip install pytest\nCOPY . /tests/\n")
     task = load_repository(folder, "mine", trusts_script=True)
 
-    assert (task.spec.template, task.verdict_spec.template) == ("", "mine-tests")
+    assert (task.spec.template, task.verdict_spec.template) == ("", "image:build:mine-tests")
     assert (task.spec.memory_mib, task.folder.timeout_s) == (2048, 600.0)
 
 
 @real
-async def test_a_node_without_namespaces_refuses_scripts_with_absolute_paths(folder: Path) -> None:
+@pytest.mark.parametrize("trusts_script", [False, True])
+async def test_where_code_can_write_no_files_a_repository_is_refused_and_never_worth_nothing(
+    folder: Path, trusts_script: bool
+) -> None:
+    task = trusted(folder) if trusts_script else load_repository(folder, "mine")
     provider = LocalProvider(levels=("ll",))
-    with pytest.raises(SandboxConfigError, match=r"sandboxes \(ll\) have no root folder of their own"):
-        await provider.create(trusted(folder).spec, labels={}, ttl_s=60.0, timeout_s=30.0)
+    with pytest.raises(SandboxConfigError, match=r"write no files in this node's sandboxes \(ll\)"):
+        await provider.create(task.verdict_spec, labels={}, ttl_s=60.0, timeout_s=30.0)
     await provider.close()
 
 
@@ -343,8 +348,8 @@ def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
     ("change", "message"),
     [
         (spoil("instruction.md", " "), "instruction.md is empty"),
-        (spoil("task.toml", None), "there is no task.toml in it"),
-        (spoil("tests", None), "there is no tests in it"),
+        (spoil("task.toml", None), "it has no task.toml"),
+        (spoil("tests", None), "it has no tests"),
         (spoil("task.toml", "[verifier"), "task.toml is not TOML"),
         (spoil("task.toml", "[verifier]\ntimeout_sec = -1"), "task.toml: .*timeout_sec"),
         (spoil("task.toml", "[metadata.rayapp]\nscores = 1"), "task.toml: .*scores"),
@@ -352,9 +357,12 @@ def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
         (spoil("tests/test_hidden.py", "def test_x(:"), "tests/test_hidden.py is not Python"),
         (
             spoil("tests/test_hidden.py", "def test_x():\n    for a in [1]:\n        assert a == 1"),
-            "line 3: its expected",
+            "line 3: an assert inside another statement",
         ),
-        (spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"), "line 2: an assert compares with a literal"),
+        (
+            spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"),
+            "line 2: an assert must compare with a literal",
+        ),
         (spoil("tests/test_hidden.py", "def test_x(tmp_path):\n    assert f(1) == 2"), "line 1: marks, fixtures"),
         (spoil("tests/test_hidden.py", "def test_x():\n    f(1)"), "line 1: the test asserts nothing"),
         (
@@ -379,17 +387,17 @@ def test_a_test_script_is_refused_with_its_risk_and_the_way_to_accept_it(folder:
     if name == "test.sh":
         (folder / "tests" / "test_outputs.py").unlink()
 
-    with pytest.raises(InputError, match=r"tests/test.sh would run beside .* could forge its reward") as told:
+    with pytest.raises(InputError, match=r"tests/test.sh runs beside .* could forge the reward") as told:
         load_task(str(folder))
-    assert "name the folder FOLDER?trust_test_scripts=true, and audit it first" in str(told.value)
-    with pytest.raises(InputError, match=r"has the option trust_test_scripts=true, not 'trust=1'"):
+    assert "write the task's name as FOLDER?trust_test_scripts=true; audit the task first" in str(told.value)
+    with pytest.raises(InputError, match=r"unknown option 'trust=1': a task folder has only trust_test_scripts=true"):
         load_task(f"{folder}?trust=1")
 
 
 def test_a_script_gets_no_variable_of_this_machine(folder: Path) -> None:
     (folder / "task.toml").write_text('[verifier.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\n')
 
-    with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY is a variable of this machine's"):
+    with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY takes its value from an environment variable"):
         trusted(folder)
 
 
@@ -431,6 +439,27 @@ def test_a_dockerfile_is_honoured_without_building_or_told_by_its_line(dockerfil
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize(
+    ("dockerfile", "toml", "template", "workdir", "env"),
+    [
+        ("FROM node:20\nWORKDIR /srv\nENV A=1 B='x y'\nENV C d e\nCOPY . .\n", "", "image:node:20", "/srv",
+         {"A": "1", "B": "x y", "C": "d e"}),
+        ("FROM node:20\nRUN npm ci\n", "", "image:build:mine", "", {}),
+        ("", "[environment]\ndocker_image = 'a/b:1'\nworkdir = '/w'\n", "image:a/b:1", "/w", {}),
+        ("FROM a AS x\nFROM b\nCOPY --from=x /y /y\n", "", "image:build:mine", "", {}),
+    ],
+)  # fmt: skip
+def test_an_image_is_taken_as_it_is_or_has_to_be_built(
+    folder: Path, dockerfile: str, toml: str, template: str, workdir: str, env: dict[str, str]
+) -> None:
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "task.toml").write_text(toml)
+
+    spec = load_repository(folder, "mine").spec
+
+    assert (spec.template, spec.workdir, dict(spec.env)) == (template, workdir, env)
+
+
 def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: Path) -> None:
     (folder / "environment" / "Dockerfile").write_text("FROM python:3-slim\nRUN pip install numpy\n")
 
@@ -439,7 +468,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
-        ConfigError, match=r"task mine needs sandboxes of mine .*line 2, `RUN pip .*, and the local provider builds"
+        ConfigError, match=r"task mine needs sandboxes of image:build:mine .*line 2, `RUN pip .*`rayapp images build"
     ):
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
@@ -529,6 +558,6 @@ async def test_an_audit_goes_on_after_tasks_that_can_not_be_run_here(sandboxes: 
     image, broken, sound = await audit(few, sandboxes, runs=1)
 
     assert [finding.check for finding in image.findings + broken.findings] == ["verdict", "verdict"]
-    assert "its Dockerfile, line 2, `RUN pip install numpy`: nothing is built" in image.findings[0].detail
+    assert "its Dockerfile, line 2, `RUN pip install numpy`: rayapp builds no images" in image.findings[0].detail
     assert "tests" in broken.findings[0].detail
     assert (sound.task, sound.solution, sound.findings) == ("c_sound", "1/1", ())

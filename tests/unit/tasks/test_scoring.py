@@ -291,7 +291,7 @@ def test_model_without_a_chat_template_is_told_the_way_out() -> None:
     tokenizer = PlainTokenizer()
     tokenizer.has_template = False
 
-    with pytest.raises(InputError, match=r"task double: prompt_format is chat_prefill.*Use prompt_format: completion"):
+    with pytest.raises(InputError, match=r"task double: prompt_format is chat_prefill.*set prompt_format: completion"):
         TASK.render(cast(Tokenizer, tokenizer))
 
 

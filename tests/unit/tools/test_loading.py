@@ -31,7 +31,7 @@ DICE = '''
 
 from dataclasses import dataclass
 
-from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+from rayapp.tools.base import ToolBase, ToolConfig, ToolOutput, ToolSchema
 
 
 @dataclass
@@ -39,7 +39,12 @@ class State:
     rolls: int = 0
 
 
+class DiceConfig(ToolConfig):
+    prefix: str = ""
+
+
 class Dice(ToolBase):
+    Config = DiceConfig
     schema = ToolSchema(name="roll", description="Rolls.", parameters={
         "type": "object", "properties": {"sides": {"type": "integer"}}, "required": ["sides"]})
 
@@ -48,7 +53,7 @@ class Dice(ToolBase):
 
     async def execute(self, state, arguments):
         state.rolls += 1
-        return ToolOutput(text=f"{self.config['prefix']}{arguments['sides']}")
+        return ToolOutput(text=f"{self.config.prefix}{arguments['sides']}")
 
     async def reward(self, state):
         return -0.1 * state.rolls
@@ -130,6 +135,15 @@ def test_no_control_token_survives_neutralizing(text: str) -> None:
     assert not any(token in Neutralizer(tokens)(text) for token in tokens)
 
 
+@pytest.mark.parametrize("config", ["{timeot: 5}", "{prefx: d}", "{timeout: -1}", "{timeout: soon}", "{prefix: [d]}"])
+async def test_a_mistake_in_the_config_of_a_users_tool_names_the_key(tmp_path: Path, config: str) -> None:
+    (tmp_path / "dice.py").write_text(DICE)
+    path = tool_file(tmp_path, f"{{class_name: 'dice.py:Dice', config: {config}}}")
+
+    with pytest.raises(ConfigError, match=r"config of tool Dice: .*(timeout|prefix)"):
+        await open_tools(path)
+
+
 async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "dice.py").write_text(DICE)
     path = tool_file(tmp_path, "{class_name: 'dice.py:Dice', config: {prefix: 'd', timeout: 3}}")
@@ -151,8 +165,8 @@ async def test_tool_of_a_user_is_one_file(tmp_path: Path) -> None:
         ("{class_name: 'gone.py:Tool'}", "there is no file"),
         ("{class_name: 'broken.py:Tool'}", "ZeroDivisionError"),
         ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, confg: {}}", "confg"),
-        ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, tool_schema: {type: x}}", "tool_schema needs type: function"),
-        ("{class_name: verl.tools.mcp_search_tool.MCPSearchTool, config: {type: mcp}}", "needs a section mcp"),
+        ("{class_name: rayapp.tools.gsm8k.Gsm8kTool, tool_schema: {type: x}}", "it needs `type: function`"),
+        ("{class_name: verl.tools.mcp_search_tool.MCPSearchTool, config: {type: mcp}}", "it has no section `mcp`"),
         ("{class_name: rayapp.tools.coding.PythonTool, config: {time: 3}}", "time"),
         ("{class_name: rayapp.tools.coding.PythonTool}", "needs sandboxes"),
         (
@@ -172,7 +186,7 @@ async def test_wrong_tool_file_says_what_to_change(tmp_path: Path, entry: str, m
 async def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     entry = "{class_name: verl.tools.gsm8k_tool.Gsm8kTool}"
 
-    with pytest.raises(ConfigError, match="'calc_gsm8k_reward' is there twice"):
+    with pytest.raises(ConfigError, match="two tools have the name 'calc_gsm8k_reward'"):
         await open_tools(tool_file(tmp_path, entry, entry))
 
 
@@ -191,9 +205,9 @@ def test_schema_that_is_no_json_schema_is_refused() -> None:
         ({"multipleOf": 3}, 10**299 * 3 + 1, "is not a multiple of 3"),
         ({"pattern": "^(.*a){15}b$"}, "a" * 2000, "can't be checked: TimeoutError"),
         ({"pattern": "^a+$"}, "aaa!", "does not match"),
-        ({"uniqueItems": True}, [{"n": i % 4999} for i in range(5000)], "there are equal items"),
+        ({"uniqueItems": True}, [{"n": i % 4999} for i in range(5000)], "some items are equal"),
         ({"uniqueItems": True}, [1, True, 0, False, "1", [1], [True], {"a": 1}, {"a": True}, None], ""),
-        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2.0, "a": 1}], "there are equal items"),
+        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2.0, "a": 1}], "some items are equal"),
         ({"items": {"type": "integer"}}, ["x"] * 9000, "is not of type 'integer'"),
         ({"$ref": "#"}, 1, "can't be checked: RecursionError"),
         ({"$ref": "http://127.0.0.1:9/schema"}, 1, "can't be checked"),

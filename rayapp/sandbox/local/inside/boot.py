@@ -1,10 +1,11 @@
 """First code of a zygote: read the settings, warm up, become an unprivileged user, enter the isolation level, serve.
 
-Started as `python -s -P -S -c … FD` with next to no environment and one inherited socket; see `slot.py`. It sends one
-packet, {"ready": …} or {"failed": the step that this node refuses}, and then runs `zygote.py`.
+A zygote is a warm interpreter that executions are forked from. `slot.py` starts it as `python -s -P -S -c … FD` with
+next to no environment and one inherited socket. This code sends one packet, {"ready": …} or {"failed": the step that
+this node refuses}, and then runs `zygote.py`.
 """
 
-# Paths here are texts for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), hence os and not pathlib.
 # ruff: noqa: PTH120
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from rayapp.sandbox.local.levels.landlock import Landlocked
 from rayapp.sandbox.local.levels.limits import mapped_bytes, set_standing_limits
 from rayapp.sandbox.local.levels.namespaces import NAMES as NAMESPACES
 from rayapp.sandbox.local.levels.namespaces import Namespaces
+from rayapp.sandbox.local.levels.visible_files import ImageView
 from rayapp.sandbox.verdict.harness import HASH_SEED, describe
 
 WARM_MODULES = (
@@ -32,10 +34,11 @@ WARM_MODULES = (
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
     "statistics", "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
-"""Modules that model-written code imports most: imported once here, not in each execution."""
+"""Modules that model-written code imports most: imported once in the zygote, not in each execution."""
 
 _ENVIRONMENT = {**HASH_SEED, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-"""Environment of candidate code, without the spec's. Without PATH bash searches the working folder, too."""
+"""Environment of candidate code, besides the variables of its spec. Without PATH, bash would search the working folder
+too."""
 
 
 def main(descriptor: int) -> None:
@@ -45,33 +48,34 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:
         settings, _ = wire.receive(channel)
         try:
-            level = _prepare(settings)
+            level, uid = _prepare(settings)
         except Exception as error:  # boundary: reported to the provider, which decides
             wire.send(channel, {"failed": describe(error)})
             return
-        ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()}
+        ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": uid}
         if level.listener is None:
             wire.send(channel, ready)
         else:
             with level.listener as listener:
                 wire.send(channel, ready, listener.fileno())
-        zygote = Zygote(channel, level)
+        zygote = Zygote(channel, level, is_for_images=bool(settings["images"]))
         zygote.serve()
         zygote.forget()
 
 
 def _forget_inherited() -> None:
-    """Reset the umask and signals inherited from a service manager or shell, so that all start the same.
+    """Reset the umask and signals inherited from a service manager or shell, so that all zygotes start the same.
 
-    With a umask of 077 the code's user could not enter the folders of the sandbox's view, and only the weakest level
-    would be offered; the code would inherit signals that are blocked or ignored here.
+    With a umask of 077 the code's user could not enter the folders of the sandbox's view, and the node would offer only
+    the weakest level. Signals that are blocked or ignored would also be so in the code.
     """
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _prepare(settings: dict[str, object]) -> levels.Level:
+def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
+    """Return the level, entered, and the user id of executions outside its user namespace."""
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
@@ -79,29 +83,45 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
     paths = import_packages(packages, paths)
-    # After the packages: they have loaded shared libraries, which the view has to show.
+    # After importing the packages: they have loaded shared libraries, which the view has to show.
     here = visible_files.of_this_interpreter(paths)
-    level = make_level(str(settings["level"]), here)
+    images = ImageView(**settings["images"]) if settings["images"] else None  # type: ignore[arg-type]
+    level = make_level(str(settings["level"]), here, images)
     if level.name != "unisolated":
-        privileges.leave_root([here.library, *here.shared, *here.packages])
+        uid, trees = (privileges.images_uid(), [images.trees]) if images else (None, [])
+        privileges.leave_root([here.library, *here.shared, *here.packages, *trees], uid)
     mapped_bytes()
     set_standing_limits()
     # Freeze the heap: a garbage collection in a child would write to, and so copy, every page of it.
     # Freeze before enter(): it may fork, and later writes copy pages.
     gc.collect()
     gc.freeze()
+    uid = os.getuid()
     level.enter()
-    return level
+    if images:
+        _move_library(here.library, visible_files.LIBRARY_IN_IMAGES)
+    return level, uid
+
+
+def _move_library(old: str, new: str) -> None:
+    """Let modules that are imported from now on be found at the library's new place."""
+    sys.path[:] = [entry.replace(old, new) for entry in sys.path]
+    for module in list(sys.modules.values()):
+        if isinstance(path := getattr(module, "__path__", None), list):
+            path[:] = [entry.replace(old, new) for entry in path]
+        if file := getattr(module, "__file__", None):
+            module.__file__ = file.replace(old, new)
+    sys.path_importer_cache.clear()
 
 
 def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Import the packages from the folders that hold them.
 
     Returns:
-        `paths` and the files of packages imported as dependencies: only these are visible inside. A package whose
-        files are missing there fails when it reads or imports another of them.
+        `paths` and the files of packages imported as dependencies: only these files are visible inside. A package with
+        other files fails when it reads or imports one of them.
     """
-    # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
+    # Import with one thread: a zygote with more can't enter a user namespace, and its forks would lack the others.
     os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     folders, before = {os.path.dirname(path) for path in paths}, _top_modules()
     sys.path += sorted(folders)
@@ -123,9 +143,9 @@ def _files_of(module: object) -> list[str]:
     return list(getattr(module, "__path__", [])) or [file for file in (file,) if file]
 
 
-def make_level(name: str, here: visible_files.View) -> levels.Level:
+def make_level(name: str, here: visible_files.View, images: ImageView | None = None) -> levels.Level:
     if name in NAMESPACES:
-        return Namespaces(here, with_proc="+proc" in name, with_loopback="+lo" in name)
+        return Namespaces(here, with_proc="+proc" in name, with_loopback="+lo" in name, images=images)
     if name == "ll":
         return Landlocked(here)
     if name == "unisolated":

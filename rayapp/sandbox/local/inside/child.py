@@ -3,9 +3,9 @@
     fork -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
 A child is forked and confined before its job is known, so that the job finds it waiting. It sends "ready" on the
-control socket and closes the socket before candidate code begins: an end before "ready" is the sandbox's failure, an
-end after it the code's. It sends "done", with the exit status, on a separate pipe, so that the answer need not wait for
-the process to exit.
+control socket and closes the socket before candidate code begins. A child that ends before "ready" is a failure of the
+sandbox; a later end is due to the code. It sends "done", with the exit status, on a separate pipe, so that the answer
+need not wait for the process to exit.
 
 `run_file_request` reads and writes a sandbox's files from inside, confined like the candidate, so that symbolic links
 can't lead outside.
@@ -32,18 +32,20 @@ from rayapp.sandbox.local.levels.limits import Bounds, lower
 from rayapp.sandbox.local.wire import memory_file, read_memory_file
 from rayapp.sandbox.verdict import harness
 
-# Runs in each child, where every function first used costs pages, hence os and not pathlib.
+# This runs in each child, where the first use of a function copies pages of memory, hence os and not pathlib.
 # ruff: noqa: PTH103, PTH120, PTH123
 
 
 FILE_KINDS = ("write", "read")
+GUEST = "guest"
+"""Kind of a job for the Python of an image."""
 
 
 def run_file_request(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
-    """Read or write one file, and send one frame: done, or the error. The file's content goes to standard output.
+    """Read or write one file, and send one frame: done, or the error. A file that is read goes to standard output.
 
     Args:
-        given: the bytes to write, or the most bytes to read.
+        given: bytes to write, or maximum number of bytes to read.
     """
     try:
         if isinstance(given, bytes):
@@ -79,21 +81,22 @@ def _read(path: str, max_bytes: int) -> None:
 
 
 DESCRIPTORS = (1, 2, 3, 4, 5)
-"""Numbers of a child's descriptors: the template keeps them free, and the kernel gives out the lowest."""
+"""File descriptor numbers of a child's pipes and socket. The template keeps these numbers free: a received descriptor
+gets the lowest free number."""
 _STREAM_FDS = DESCRIPTORS[:2]
 """Standard output and error. Only these stay open in commands that the candidate executes."""
 _RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
 _JOB_FD = _CONTROL_FD + 1
-"""First free number in a child, and so the number of the job's memory file; standard input is the next."""
+"""First free descriptor number in a child, which the job's memory file gets; standard input gets the next."""
 _TWO_FDS = 2 * 4
-"""Bytes of two descriptors in a control message."""
+"""Size of two descriptors in a control message, in bytes."""
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400
-"""Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
+"""Size of the buffer that Python allocates for each read: small, so that few pages of the heap change."""
 
-Job = tuple[str, Mapping[str, str], tuple[object, ...]]
-"""Kind, environment, and the kind's arguments: see `_run`."""
+Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
+"""Kind, environment, the arguments of the kind (see `_run`), and the working folder; empty if the level chooses it."""
 Order = tuple[Bounds, bool, bytes]
 """The zygote's order with a job: resource limits, whether it begins a session, the token to send with the status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
@@ -107,13 +110,16 @@ def f(items):
     return found, math.inf
 print("{}")
 """
-_PIECES: tuple[Job, ...] = (("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]'])), ("script", {}, (_CODE,)))
+_PIECES: tuple[Job, ...] = (
+    ("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]']), ""),
+    ("script", {}, (_CODE,), ""),
+)
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
-"""Seeds the generator behind the functions of `random`, without `random.seed`'s own checks."""
+"""Seeds the generator that the functions of the module `random` share, without the checks in `random.seed`."""
 
 
 def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
-    """Wait for a job, run it, and end; in a session, wait for the next one instead."""
+    """Wait for a job, run it, and end the process; in a session, wait for the next job instead."""
     status = 1
     try:
         _confine(level, place, control)
@@ -136,10 +142,10 @@ def rehearse(control: _socket.socket) -> None:
     """Run sample jobs as a child would, once in the template itself, so that each child writes to fewer pages.
 
     CPython prepares itself as it runs code: it specializes bytecode, fills caches, and allocates objects on first use.
-    All of that writes to memory. Work that the template does before it forks is shared by its children; any other work
-    is repeated in each child, and every page written is copied for that child. After some repetitions (`_REHEARSALS`)
-    nothing more changes. Meanwhile the streams go to /dev/null; afterwards the modules that the sample
-    jobs imported, and their import caches, are dropped.
+    This preparation writes to memory. Children share the pages that the template has written before it forks; each
+    page that a child writes later is copied for that child. After some repetitions (`_REHEARSALS`) nothing more
+    changes. Meanwhile standard output and error go to /dev/null. Afterwards the modules that the sample jobs imported,
+    and their import caches, are dropped.
     """
     modules, path = dict(sys.modules), list(sys.path)
     with Path(os.devnull).open("w") as nowhere:
@@ -160,7 +166,7 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """Do one job, from its arrival until "done". Returns the exit status."""
+    """Run one job, from its arrival until "done" is sent. Returns the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
@@ -171,6 +177,10 @@ def _obey(control: _socket.socket) -> int:
         _give_up(control, error)
     if is_session:
         _serve(job, control, token)
+    if job[0] == GUEST:
+        control.send(READY)
+        os.close(_CONTROL_FD)
+        _become_guest(job, token)
     status = 1
     control.send(READY)
     os.close(_CONTROL_FD)
@@ -183,13 +193,18 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Report an error from before candidate code, a failure of the sandbox, and end."""
+    """Report an error that occurred before candidate code began, and end. It is a failure of the sandbox."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
 
 def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
-    """Serve a session: run one script after the other in the same names, until killed."""
+    """Serve a session: run one script after the other with the same global names, until killed."""
+    if job[0] == GUEST:
+        control.send(READY)
+        os.set_inheritable(_DONE_FD, True)
+        os.set_inheritable(_CONTROL_FD, True)
+        _become_guest(job, token)
     names = harness.main_names()
     control.send(READY)
     while True:
@@ -202,30 +217,37 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
-    """Wait for a job. The packet holds the order; the first memory file the job, the second standard input."""
+    """Wait for a job. The packet holds the order, the first memory file the job, the second one standard input."""
     packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
         os._exit(0)  # the zygote has closed its end: there will be no job
     data = ancillary[0][2]
     job_fd = int.from_bytes(data[:4], sys.byteorder)
     job = marshal.loads(read_memory_file(job_fd))
-    os.close(job_fd)
+    if job[0] != GUEST:
+        os.close(job_fd)
     if len(data) == _TWO_FDS:
         _set_input(int.from_bytes(data[4:], sys.byteorder))
     return job, marshal.loads(packet)
 
 
 def _set_input(stdin: int) -> None:
-    """Make this memory file standard input, which is /dev/null otherwise."""
+    """Make this memory file the standard input, which is /dev/null otherwise."""
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
     os.close(stdin)
 
 
 def _set_environment(job: Job) -> None:
-    """Add the job's variables to the environment, which held only that of `boot.py` until now."""
+    """Add the job's variables to the environment that `boot.py` set, and enter the job's folder."""
     if job[1]:
         os.environ.update(job[1])
+    if job[3]:
+        try:
+            os.chdir(job[3])
+        except FileNotFoundError:
+            os.makedirs(job[3])
+            os.chdir(job[3])
 
 
 def send(payload: bytes) -> None:
@@ -237,7 +259,7 @@ def send(payload: bytes) -> None:
 
 def _run(job: Job) -> int:
     """Run the job by its kind. Returns the exit status."""
-    kind, _, given = job
+    kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
         harness.run_calls(code, function, inputs, send)  # type: ignore[arg-type]
@@ -249,6 +271,14 @@ def _run(job: Job) -> int:
     status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
     _join_threads()
     return status
+
+
+def _become_guest(job: Job, token: bytes) -> NoReturn:
+    """Continue as the image's own Python, which finds the job in the memory file: see `guest.py`."""
+    for descriptor in (_RESULT_FD, _JOB_FD):
+        os.set_inheritable(descriptor, True)
+    argv = [str(job[2][0]), "-s", "-c", str(job[2][1]), token.hex()]
+    os._exit(_execute(argv))
 
 
 def _execute(argv: Sequence[str]) -> int:

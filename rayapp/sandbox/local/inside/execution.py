@@ -1,9 +1,9 @@
 """Watches one execution from the fork to its end: time, output caps, memory and processes of the whole tree.
 
-An execution's time is up when its tree has used its limit of processor time, or when that much wall clock has passed,
-not counting waits for a processor: the wall clock alone would depend on neighbours.
+An execution's time is up when its process tree has used its limit of processor time, or when as much wall-clock time
+has passed, without waits for a processor: wall-clock time alone would depend on other programs of the machine.
 
-Runs in the zygote. Output goes from the execution's pipes into the answer's memory file inside the kernel (splice).
+Runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file (splice).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LISTEN_AFTER_S = 0.005
 _LOOK_EVERY_S = 0.05
-"""Seconds between checks of the tree's memory. Code can write 100 MiB past its limit meanwhile; checks cost time."""
+"""Seconds between checks of the tree's memory. In between, code can write 100 MiB past its limit; checks cost time."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One output pipe of the execution, and the place of its bytes in the answer."""
+    """One output pipe of the execution, and the offset of its bytes in the answer."""
 
     source: int
     start: int
@@ -39,7 +39,7 @@ class Stream:
     size: int = 0
 
     def drain(self, target: int) -> bool:
-        """Move the available bytes; returns True when more was written than allowed.
+        """Move the available bytes to the file `target`. Returns True if more was written than allowed.
 
         Raises:
             EOFError: every write end is closed.
@@ -60,10 +60,10 @@ class Stream:
 
 @dataclass(slots=True)
 class Done:
-    """The pipe on which a child reports that it is done, with a token before the status.
+    """Pipe on which a child reports that it is done: a token, then the exit status.
 
-    Candidate code holds the other end, and could find the token in its own memory. With the token it can only end
-    early; without it, writing to every open descriptor does not even do that.
+    Candidate code holds the other end. Bytes without the token are ignored. Code that finds the token in its own memory
+    can only end its execution early.
     """
 
     source: int
@@ -71,10 +71,10 @@ class Done:
     _heard: bytes = b""
 
     def hear(self) -> int | None:
-        """Return the exit status once it was reported, else None.
+        """Return the exit status if it was reported, else None.
 
         Raises:
-            EOFError: the pipe is closed: the child has executed another program, or is dead.
+            EOFError: the pipe is closed, because the child has executed another program or is dead.
         """
         try:
             heard = os.read(self.source, _CHUNK)
@@ -96,13 +96,13 @@ class Execution:
     """One process tree that runs one job."""
 
     pid: int
-    """Id of its first process; 0 once that is reaped."""
+    """Process id of its first process; 0 once that process is reaped."""
     end: Callable[[int], int]
-    """Kills and reaps that process, and returns its exit status."""
+    """Kills and reaps the process with this id, and returns its exit status."""
     control: _socket.socket
     """Socket on which the first process reports that it is ready."""
     done: Done
-    """Pipe on which the first process reports that it is done; it exits while the answer is being sent."""
+    """Pipe on which the first process reports that it is done; the process exits while the answer is being sent."""
     streams: list[Stream]
     target: int
     """The answer's memory file."""
@@ -115,7 +115,7 @@ class Execution:
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
-    """Status reported with "done", else that of the process; negative is the signal that ended it."""
+    """Status reported with "done", else the exit status of the process; -N if signal N ended the process."""
     is_ready: bool = False
     is_done: bool = False
     problem: str = ""
@@ -131,8 +131,7 @@ class Execution:
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
-        """Return when the job is over, by itself or stopped. Its processes are dead then, unless it reported
-        "done"."""
+        """Watch the job until it ends or is stopped. Afterwards its processes are dead, unless it reported "done"."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
         self._look_at, self._ends_at = time.monotonic() + _LOOK_EVERY_S, self.started + self.timeout_s
@@ -155,14 +154,14 @@ class Execution:
             self.problem = f"it ended before it was ready, with {self.exit_code}"
 
     def _kill(self) -> None:
-        """Kill the first process and, if it is the init of a pid namespace, with it everything. Idempotent."""
+        """Kill the first process. If it is pid 1 of a pid namespace, the kernel kills the whole tree. Idempotent."""
         if self.pid:
             self.exit_code = self.end(self.pid)
             self.pid = 0
             self.is_done = False
 
     def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
-        """Handle one round of events; returns False when the execution is over."""
+        """Handle the events of one poll. Returns False when the execution is over."""
         left_s = max(0.0, self._ends_at - time.monotonic())
         events = poll.poll(min(left_s, _LOOK_EVERY_S if self._is_listening else _LISTEN_AFTER_S) * 1000)
         if not events and not self._is_listening:
@@ -176,12 +175,15 @@ class Execution:
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        # First check whether it has ended: this process may itself have waited for a processor past the deadline.
+        # First check whether the execution has ended: the zygote itself may have waited past the deadline to run.
         return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
-        """Watch the output pipes from now on. Not from the start: most executions end earlier, with all output still in
-        their pipes, and waking for each line would take the processor from them."""
+        """Watch the output pipes from now on.
+
+        This is not done from the start: most executions end earlier, with all their output still in the pipes, and
+        waking up for each line would take the processor from them.
+        """
         self._is_listening = True
         for source in self._open:
             poll.register(source, select.POLLIN)
@@ -207,7 +209,8 @@ class Execution:
         return None
 
     def _hear_ready(self) -> None:
-        """Read the child's report from before candidate code; it then closed its end, so nothing can come later."""
+        """Read the report that the child sent before candidate code began. The child then closed its end of the socket,
+        so candidate code can't send another."""
         with contextlib.suppress(OSError):
             said = self.control.recv(MAX_CONTROL_BYTES)
             self.is_ready = said == READY
@@ -260,7 +263,7 @@ _NUM_STREAMS = 3
 class Ends:
     """Pipes for stdout, stderr, results and "done", and a control socket.
 
-    They are made ahead, while a child runs, so that the next fork does not wait for them."""
+    They are made in advance, while another child runs, so that the next fork does not wait for them."""
 
     def __init__(self) -> None:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
@@ -273,13 +276,13 @@ class Ends:
         """The child's ends, in the order of `child.DESCRIPTORS`."""
 
     def close_given(self) -> None:
-        """Close our copies of the child's ends: otherwise its end would not be noticed."""
+        """Close this process's copies of the child's ends: while they are open, the pipes never report end of file."""
         self._theirs.close()
         for descriptor in self.given[:-1]:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close our own ends."""
+        """Close this process's own ends."""
         self.control.close()
         for source in (*self.sources, self.done.source):
             os.close(source)
@@ -291,14 +294,14 @@ class Child:
 
     ends: Ends
     place: Place
-    """Its working folder and write permissions."""
+    """Working folder of the child and whether it may write there."""
     pid: int = 0
-    """0 while it is being forked, and after it is reaped."""
+    """Process id; 0 while the child is being forked, and after it is reaped."""
     max_processes: int = 0
-    """Limit of processes and threads; set for a session only."""
+    """Maximum processes and threads; set for a session only."""
 
     def forget_what_it_said(self) -> None:
-        """Drop data received between two jobs of a session: only candidate code can have written it."""
+        """Drop data that arrived between two jobs of a session: only candidate code can have written it."""
         with contextlib.suppress(EOFError):
             while self.ends.done.hear() is not None:
                 pass

@@ -1,10 +1,10 @@
 """Leaves root: a zygote started by root first becomes an unprivileged user of its own. Runs at boot.
 
-Root inside a user namespace made by root is still the machine's root for every file it owns, `/proc/sys` included, and
-RLIMIT_NPROC does not apply to it. So no candidate code ever runs with kernel user id 0.
+In a user namespace made by root, root is still the machine's root for every file that root owns, `/proc/sys` included,
+and RLIMIT_NPROC does not apply. So no candidate code ever runs with user id 0 outside its user namespace.
 """
 
-# Paths here are texts for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), hence os and not pathlib.
 # ruff: noqa: PTH112, PTH116
 from __future__ import annotations
 
@@ -19,38 +19,51 @@ from rayapp.sandbox.local.levels import kernel
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
 """User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
+_IMAGES_UIDS = 1_999_999_999, 60_001
+"""User id of all images' files if root unpacks them: just below and above the ids that other sandboxes get."""
+
+
+def images_uid() -> int:
+    """Return the user id that owns the files of images, and that sandboxes on them have."""
+    if os.geteuid() != 0:
+        return os.getuid()
+    return _IMAGES_UIDS[0] if _maps(range(_IMAGES_UIDS[0], _IMAGES_UIDS[0] + 1)) else _IMAGES_UIDS[1]
 
 
 def choose_uid() -> int:
-    """Return an unprivileged user id for one zygote, very likely different from all others'.
+    """Return an unprivileged user id for one zygote, very likely different from every other zygote's.
 
-    Zygotes of other processes on this node must not share it, and there is no registry: so it is random, from a wide
-    range if this user namespace maps one.
+    Zygotes of other processes on this node must not have the same id, and there is no registry of ids. So the id is
+    random, from a wide range if this user namespace maps one.
     """
-    own = random.SystemRandom()
+    return random.SystemRandom().choice(_HIGH_UIDS if _maps(_HIGH_UIDS) else _LOW_UIDS)
+
+
+def _maps(uids: range) -> bool:
+    """Return True if this user namespace has all these user ids."""
     mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    if any(int(first) <= _HIGH_UIDS.start and _HIGH_UIDS.stop <= int(first) + int(size) for first, _, size in mapped):
-        return own.choice(_HIGH_UIDS)
-    return own.choice(_LOW_UIDS)
+    return any(int(first) <= uids.start and uids.stop <= int(first) + int(size) for first, _, size in mapped)
 
 
-def leave_root(paths: Sequence[str]) -> None:
-    """If this is root, become an unprivileged user who can still read `paths`.
+def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
+    """If this process is root's, change to an unprivileged user that can still read `paths`.
 
+    Args:
+        uid: that user's id; None chooses one.
     Raises:
-        OSError: a path lies in a directory that only root may enter and this node forbids mounting it elsewhere.
+        OSError: a path is in a directory that only root may enter, and this node forbids mounting it elsewhere.
     """
     with contextlib.suppress(OSError):
         # When memory runs out, the kernel should kill a sandbox, not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.geteuid() != 0:
         return
-    uid = choose_uid()
+    uid = choose_uid() if uid is None else uid
     _expose([path for path in paths if _blocking_parent(path)])
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    # The change of user made /proc/self root's own, but the user namespace's maps are written there.
+    # After the change of user, root owns /proc/self, in which the user namespace's maps have to be written.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
@@ -61,7 +74,8 @@ def _blocking_parent(path: str) -> str | None:
 
 
 def _expose(paths: Sequence[str]) -> None:
-    """Make these paths reachable, in a private mount namespace, by covering the closed folder with an empty one."""
+    """Make these paths readable: in a private mount namespace, mount an empty folder over the one that only root may
+    enter, and the paths inside it."""
     if not paths:
         return
     try:
@@ -80,7 +94,7 @@ def _expose(paths: Sequence[str]) -> None:
 
 
 def make_mount_point(path: str, *, is_dir: bool) -> None:
-    """Make an empty file or directory at this path."""
+    """Make an empty file or directory at this path, to mount something on."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_dir:
         Path(path).mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""The process that executions are forked from. It does nothing else, so that little of its memory changes in between.
+"""The process that executions are forked from. It does nothing else, so that its memory changes little between forks.
 
     zygote --request, descriptors--> template --fork--> child
            <-process id or status---          --kill, wait-->
 
-After each fork every page that either side writes to is copied, which is the cost of an execution: so the zygote, which
-communicates and watches, is a separate process. The template never sees a job, a token or an output. `Template` is the
-zygote's handle.
+After each fork the kernel copies every page that either process writes to, and this is what an execution costs. So the
+zygote, which communicates and watches, is a separate process. The template never sees a job, a token or an output.
+`Template` is the zygote's handle.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
 
 _MAX_REQUEST_BYTES = 64
-"""Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
+"""Size of the buffer that Python allocates for each read: small, so that few pages of the heap change."""
 _MAX_REPLY_BYTES = 4096
 _NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
 _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
 # Plain integers: using an enumeration would touch pages of its objects in each child.
 _CLOSE_ON_EXEC, _SIGKILL = int(socket.MSG_CMSG_CLOEXEC), int(signal.SIGKILL)
 
-# Requests and replies, in the form that costs the template least to read and write.
+# Requests and replies, in a form that the template reads and writes with the least work.
 _RESET = b"reset"
 _END = struct.Struct("=ii")
 _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
 _ENDED = struct.Struct("=i?")
 _PROBLEM_BYTES = 8
-"""Least length of a reported problem: longer than any reply, to tell them apart."""
+"""Minimum length of a reported problem: longer than any other reply, so that the two can be told apart."""
 
 
 class Template:
-    """The zygote's handle of the template, which answers in order. Methods raise OSError if the template failed."""
+    """The zygote's handle of the template, which answers requests in order. Methods raise OSError if the template has
+    failed."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -56,10 +57,11 @@ class Template:
 
     @classmethod
     def start(cls, level: Level, outside: socket.socket) -> Template:
-        """Fork the template. It ends with this process.
+        """Fork the template. It ends when this process does.
 
         Args:
-            outside: the provider's channel. Only the zygote may hold it open, so that its closing means a dead zygote.
+            outside: the provider's channel, which the template closes. Only the zygote may hold it open, so that the
+                provider gets an end of file when the zygote dies.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
@@ -70,22 +72,26 @@ class Template:
         return cls(ours)
 
     def fork(self, child: Child) -> None:
-        """Ask for a child. Its process id is known after `settle`."""
-        self._ask(_PLACE.pack(child.place.home, child.place.writable, child.place.disk_mib), child.ends.given)
+        """Request the fork of a child. Its process id is known after `settle`."""
+        place = child.place
+        self._ask(_PLACE.pack(place.home, place.writable, place.disk_mib) + place.image.encode(), child.ends.given)
         self._asked.append(child)
 
     def settle(self) -> None:
-        """Wait until every child asked for has its process id."""
+        """Wait until every requested child has its process id."""
         while self._asked:
             self._asked[0].pid = self._number()
             self._asked.popleft()
 
     def end(self, pid: int = 0, *, session: int = 0) -> tuple[int, bool]:
-        """Kill this child, reap it and sweep; `session` is the child that goes on, if one does.
+        """Kill and reap the child `pid`, and sweep (`Level.sweep`).
+
+        Args:
+            session: process id of the child that goes on because it serves a session; 0 if there is none.
 
         Returns:
-            Its status, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked earlier can
-            still be given a job, because their place is unchanged.
+            The child's exit status, as from `os.waitstatus_to_exitcode`, or 0 without a pid; and whether children that
+            were forked earlier can still get a job, because their working folder is unchanged.
         """
         self.settle()
         self._ask(_END.pack(pid, session))
@@ -93,7 +99,7 @@ class Template:
         return status, is_as_new
 
     def reset(self) -> None:
-        """Remove the own folder of a released sandbox."""
+        """Remove the folder of a released sandbox."""
         self.settle()
         self._ask(_RESET)
         self._number()
@@ -132,7 +138,7 @@ def _live(level: Level, channel: socket.socket) -> NoReturn:
 
 
 def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
-    """Answer requests until the zygote is gone, with few and short calls; see the module's docstring."""
+    """Answer requests until the zygote closes its end. Few and short calls change few pages; see the module."""
     receive, send, run = channel.recvmsg, channel.send, child.run
     place_of = functools.cache(_place_of)
     while True:
@@ -159,8 +165,8 @@ def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None
 
 
 def _place_of(packed: bytes) -> Place:
-    home, writable, disk_mib = _PLACE.unpack(packed)
-    return Place(home=home, writable=writable, disk_mib=disk_mib)
+    home, writable, disk_mib = _PLACE.unpack_from(packed)
+    return Place(home=home, writable=writable, disk_mib=disk_mib, image=packed[_PLACE.size :].decode())
 
 
 def _kill(pid: int) -> int:

@@ -4,9 +4,9 @@
              <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
                                                   `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -s -P -S` with next to no environment. The next job most likely resembles the last, so
-its child is forked and confined in advance. If children can't reach each other, two are kept, because making one takes
-longer than a short job. A job starts only after all processes of the last one are dead.
+Started by `slot.py` as `python -s -P -S` with next to no environment. The next job most likely resembles the last one,
+so its child is forked and confined in advance. If children can't reach each other, two wait, because making a child
+takes longer than a short job. A job starts only after all processes of the last one are dead.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from rayapp.sandbox.local.levels.level import Level, Place
 from rayapp.sandbox.local.levels.limits import Limits, Use
 
 MAX_RESULT_BYTES = 8 << 20
-"""Most bytes of all frames of one execution."""
+"""Maximum bytes of all frames of one execution."""
 _SESSION_CPU_S = 600
 """Processor time of all runs of a session together, in seconds; each run has its own deadline."""
 _OWN_PROCESSES = 2
-"""The zygote and its template."""
+"""Number of processes that are not candidate code: the zygote and its template."""
 _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
-"""Guess for the first execution; a wrong one costs a fork."""
+"""Working folder guessed for the first execution: a wrong guess costs a fork."""
 
 
 class Zygote:
-    """Serves one provider over one channel until that closes."""
+    """Serves one provider over one channel until the channel closes."""
 
-    def __init__(self, channel: socket.socket, level: Level) -> None:
+    def __init__(self, channel: socket.socket, level: Level, *, is_for_images: bool = False) -> None:
         self._channel = channel
+        self._usual_place = None if is_for_images else _USUAL_PLACE
         self._level = level
         self._template = Template.start(level, channel)
         self._usage = level.usage
@@ -51,7 +52,7 @@ class Zygote:
         self._next_ends: Ends | None = None
 
     def serve(self) -> None:
-        self._fork_spares(_USUAL_PLACE)
+        self._fork_usual_spares()
         while True:
             try:
                 header, descriptors = wire.receive(self._channel)
@@ -71,8 +72,13 @@ class Zygote:
     def _execute(self, header: dict[str, object], descriptors: list[int]) -> None:
         started = time.monotonic()
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        place = Place(home=bool(header["home"]), writable=header["kind"] in FILE_KINDS, disk_mib=limits.disk_mib)
-        self._home_is_used |= place.home
+        place = Place(
+            home=bool(header["home"]),
+            writable=header["kind"] in FILE_KINDS,
+            disk_mib=limits.disk_mib,
+            image=str(header["image"]),
+        )
+        self._home_is_used |= place.home or bool(place.image)
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
         self._order(ran, limits, descriptors, is_session=bool(header["session"]))
@@ -96,7 +102,7 @@ class Zygote:
             limits = replace(limits, cpu_s=_SESSION_CPU_S)
         bounds = self._level.bounds(limits, running=self._num_running())
         order = bounds, is_session, ran.ends.done.token
-        with contextlib.suppress(OSError):  # it died while it was confined; what it said of that is waiting
+        with contextlib.suppress(OSError):  # it died while it was confined; its report is in the socket
             socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)  # type: ignore[arg-type]
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
@@ -112,7 +118,8 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """End leftovers of the execution: after the answer, so that no caller waits for it, and before the next job."""
+        """End the processes that the execution left. This comes after the answer, so that the caller does not wait, and
+        before the next job."""
         ran.pid = execution.pid
         if ran is not self._session:
             _, is_as_new = self._end(ran.pid)
@@ -145,7 +152,7 @@ class Zygote:
             self._spares.append(self._fork(place))
 
     def _fork(self, place: Place) -> Child:
-        """Request a forked child; its process id is known later."""
+        """Request the fork of a child; its process id is known after `Template.settle`."""
         ends, self._next_ends = self._next_ends or Ends(), None
         child = Child(ends=ends, place=place)
         self._template.fork(child)
@@ -171,7 +178,7 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Count processes besides the execution that count against this user's limit."""
+        """Return the number of processes that count against this user's limit besides the execution's."""
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:
@@ -180,7 +187,7 @@ class Zygote:
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
     def _end(self, pid: int) -> tuple[int, bool]:
-        """End a child with `Template.end`; a session that is another child goes on."""
+        """End a child with `Template.end`. If another child serves a session, it goes on."""
         return self._template.end(pid, session=self._session.pid if self._session else 0)
 
     def _end_spares(self) -> None:
@@ -197,13 +204,17 @@ class Zygote:
             self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """Reset after a sandbox was released."""
+        """Remove the traces of a released sandbox, and fork children for the next one."""
         if self._home_is_used:
             self.forget()
-            self._fork_spares(_USUAL_PLACE)
+            self._fork_usual_spares()
+
+    def _fork_usual_spares(self) -> None:
+        if self._usual_place is not None:
+            self._fork_spares(self._usual_place)
 
     def forget(self) -> None:
-        """End the sandbox's session and everything confined to its files, and remove the files."""
+        """End the sandbox's session and every process that can see its files, and remove the files."""
         self._end_spares()
         self._end_session()
         self._template.reset()

@@ -1,7 +1,7 @@
 """Linux calls that Python's os module lacks, through ctypes. Used by the isolation levels, inside the zygote only.
 
-Each raises OSError with the call's name, so that a report can name the step that this node refuses. Numbers that differ
-between x86-64 and arm64 are in `seccomp.py`.
+Each function raises OSError with the call's name, so that a report can name the step that this node refuses. Constants
+that differ between x86-64 and arm64 are in `seccomp.py`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 
 
 def fork() -> int:
-    """Fork without Python's fork handlers, which take as long as the fork: they renew locks for threads, of which there
-    is only one here, and seed `random`, which the child does itself."""
+    """Fork without Python's fork handlers, which take as long as the fork itself.
+
+    They renew locks for threads, and this process has only one thread; they also seed `random`, which the child does
+    itself.
+    """
     pid: int = _plain_fork()
     return pid if pid >= 0 else _check(pid, "fork")
 
@@ -64,10 +67,10 @@ Step = tuple[Callable[..., int], tuple[object, ...], str]
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls. Uses few functions and objects: in a child each one touched is a page to copy.
+    """Make these calls in order, with few functions and objects: in a child, each use of one may copy a page.
 
     Raises:
-        OSError: a call was refused; those after it were not made.
+        OSError: a call was refused; later calls were not made.
     """
     for call, arguments, name in steps:
         if call(*arguments) < 0:
@@ -84,7 +87,7 @@ def prctl_step(option: int, *arguments: object) -> Step:
 
 
 def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
-    """Prepare a call that writes all facts about a file or folder into `target`, of STATX_BYTES."""
+    """Prepare a call that writes the metadata of a file or folder into `target`, a buffer of STATX_BYTES."""
     mask = ctypes.c_uint(_STATX_BASIC_STATS)
     return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
@@ -114,6 +117,11 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root", new)
 
 
+def syncfs(descriptor: int) -> None:
+    """Write everything on the file system of this open file to disk."""
+    _check(_libc.syncfs(descriptor), "syncfs")
+
+
 def prctl(option: int, *args: int | object) -> None:
     values = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     values += [ctypes.c_ulong(0)] * (4 - len(values))
@@ -121,7 +129,7 @@ def prctl(option: int, *args: int | object) -> None:
 
 
 def reserve_descriptors(channel: int) -> int:
-    """Occupy the descriptor numbers that each child needs, so that the zygote opens nothing under one of them.
+    """Occupy the descriptor numbers that each child needs, so that the zygote never opens a file with such a number.
 
     Returns:
         The channel's new number.
@@ -139,7 +147,7 @@ def sethostname(name: str) -> None:
 
 
 def effective_capabilities() -> int:
-    """Return the bit set of this process's effective capabilities."""
+    """Return this process's effective capabilities as a bit set."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _check(_libc.capget(header, data), "capget")
@@ -149,7 +157,7 @@ def effective_capabilities() -> int:
 def limit_bounding_set() -> None:
     """Drop all capabilities from the bounding set, so that no program executed later can gain one.
 
-    Without CAP_SETPCAP there is none to gain."""
+    A process without CAP_SETPCAP can't do this, and has no capability to pass on."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
@@ -157,7 +165,7 @@ def limit_bounding_set() -> None:
             try:
                 prctl(PR_CAPBSET_DROP, capability)
             except OSError:
-                break  # past the last capability of this kernel
+                break  # this number is above the kernel's last capability
 
 
 _header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -165,4 +173,4 @@ _nothing = (ctypes.c_uint32 * 6)()
 
 
 CLEAR_CAPABILITIES: Step = (_libc.capset, (_header, _nothing), "capset")
-"""Gives up every capability of this process. The ambient set is empty once `limit_bounding_set` ran."""
+"""Step that gives up every capability of this process. The ambient set is empty after `limit_bounding_set`."""

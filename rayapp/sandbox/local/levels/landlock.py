@@ -1,13 +1,13 @@
 """Landlock: a process limits the files that it may open, and can never widen the limit again. Zygote only.
 
-A ruleset's reach depends on the kernel (its ABI): 1 files, 2 moving between directories, 3 truncating, 4 TCP, 5 ioctl
-on devices, 6 signals and abstract sockets out of the sandbox. Everything that the kernel knows is forbidden; seccomp
-covers features that an older kernel lacks.
+The kernel's Landlock version (ABI) decides what a ruleset can forbid: from 1 files, 2 moving between directories,
+3 truncating, 4 TCP, 5 ioctl on devices, 6 signals and abstract sockets out of the sandbox. Rulesets forbid everything
+that the kernel's version supports; seccomp covers features that an older kernel lacks.
 
-Here is also the level `ll`: Landlock and seccomp alone, for pods whose seccomp profile forbids user namespaces. Without
-a pid namespace, code may start threads but no processes, and may signal only itself. Without mounts, it has nowhere to
-write: `write_file` puts files into a folder that code may only read. Network, other processes' limits, shared memory
-and keys are refused as at the other levels.
+The module also has the level `ll`: Landlock and seccomp alone, for pods whose seccomp profile forbids user namespaces.
+Without a pid namespace, code may start threads but no processes, and may signal only itself. Without mounts, it can
+write no files: `write_file` puts files into a folder that code may only read. Network, other processes' limits, shared
+memory and keys are forbidden, like at the other levels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEVICE = _READ | _WRITE
 
 @cache
 def abi() -> int:
-    """Return the version of Landlock on this kernel; 0 if it is missing, switched off, or forbidden."""
+    """Return the version (ABI) of this kernel's Landlock; 0 if Landlock is missing, switched off, or forbidden."""
     number = seccomp.number("landlock_create_ruleset")
     try:
         return kernel.syscall(number, None, ctypes.c_size_t(0), ctypes.c_uint32(1), name="landlock_create_ruleset")
@@ -51,12 +51,12 @@ def abi() -> int:
 
 @cache
 def file_rights() -> int:
-    """Return all rights on files that this kernel's Landlock can forbid."""
+    """Return the bit set of all rights on files that this kernel's Landlock can forbid."""
     return _FILE_RIGHTS[min(abi(), max(_FILE_RIGHTS))]
 
 
 def read_write() -> int:
-    """Return all rights on files except making device files."""
+    """Return the bit set of all rights on files except the right to make device files."""
     return file_rights() & ~_MAKE_DEVICES
 
 
@@ -68,7 +68,7 @@ def create_ruleset() -> int:
     """
     version = abi()
     if version < 1:
-        raise OSError("landlock_create_ruleset: this kernel has no Landlock (5.13 or newer, and not switched off)")
+        raise OSError("landlock_create_ruleset: this kernel has no Landlock: it needs Linux 5.13, not switched off")
     fields = [file_rights()]
     if version >= _TCP_SINCE:
         fields.append(_TCP)
@@ -102,7 +102,7 @@ def allow_port(ruleset: int, port: int) -> None:
         OSError: this kernel's Landlock has no rules for TCP.
     """
     if abi() < _TCP_SINCE:
-        raise OSError("landlock_add_rule: this kernel's Landlock has no rules for TCP (6.7 or newer)")
+        raise OSError("landlock_add_rule: this kernel's Landlock has no rules for TCP: they need Linux 6.7")
     _add_rule(ruleset, _RULE_NET_PORT, struct.pack("<QQ", _CONNECT_TCP, port))
 
 
@@ -119,13 +119,14 @@ def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
 
 
 def restriction(ruleset: int) -> kernel.Step:
-    """Prepare the step that applies a ruleset to the process that takes it and to its forks. Needs no_new_privs."""
+    """Prepare the step that applies a ruleset to the process that takes the step, and to its forks. Requires
+    no_new_privs."""
     number = seccomp.number("landlock_restrict_self")
     return kernel.syscall_step(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")
 
 
 class Landlocked:
-    """The level `ll`; see `level.Level`."""
+    """Isolation level `ll`: Landlock and seccomp alone; see `level.Level`."""
 
     name = "ll"
     num_spares = 1
@@ -136,13 +137,13 @@ class Landlocked:
         self._view = view
         self._home = ""
         self._rulesets: dict[tuple[bool, bool], int] = {}
-        """(home, writable) -> descriptor of the ruleset for such a place."""
+        """(home, writable) of a `Place` -> descriptor of its ruleset."""
         self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
-        """(home, writable) -> the calls with which a child confines itself."""
+        """(home, writable) of a `Place` -> calls with which a child confines itself."""
 
     def enter(self) -> None:
         if abi() < 1:
-            raise OSError("Landlock is missing on this kernel (5.13 or newer has it, unless it was switched off)")
+            raise OSError("this kernel has no Landlock: it needs Linux 5.13, not switched off")
         os.chdir("/")
         self.usage = Usage.of_this_process()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -171,8 +172,8 @@ class Landlocked:
         kernel.take(self._steps[place.home, place.home and place.writable])
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        # seccomp refuses processes, and `Usage` counts threads: the kernel's own count is of the whole user, which
-        # may have many other processes if the sandbox could not get a user of its own.
+        # Without the kernel's limit: it counts all processes of the user, who may run many others if the sandbox could
+        # not get its own user. Instead, seccomp refuses new processes and `Usage` counts threads.
         return resource_bounds(limits, num_running=None)
 
     def reset(self) -> None:
@@ -185,7 +186,7 @@ class Landlocked:
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
-        return True  # there are none
+        return True  # executions can't write to the working folder
 
     def _new_ruleset(self, place: Place) -> int:
         ruleset = create_ruleset()

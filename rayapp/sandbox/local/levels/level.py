@@ -7,7 +7,7 @@
 `namespaces.py` and `landlock.py` have the levels that isolate. Runs in a zygote and its template only.
 """
 
-# The zygote forks what it has loaded, and pathlib is slower to run in each child, hence os and not pathlib.
+# Each child runs this code, and pathlib would be slower there, hence os and not pathlib.
 # ruff: noqa: PTH102, PTH106
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from rayapp.sandbox.local.levels.limits import Bounds, Limits, Usage, resource_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Working folder of an execution, and whether it may write there."""
+    """Working folder of an execution, and whether the execution may write there."""
 
     home: bool
-    """True: the sandbox's own folder, which lasts until `Level.reset`; else a fresh one, if the level has any."""
+    """True for the sandbox's own folder (its home), which lasts until `Level.reset`; False for a fresh folder, if the
+    level has one."""
     writable: bool
-    """True if our own code runs, not the candidate's: it may write to the home at every level."""
+    """True if rayapp's code runs, not the candidate's: rayapp's code may write to the home at every level."""
     disk_mib: int
+    image: str = ""
+    """Name of the image's tree that is the root of the file system; empty for a view of this machine's system."""
 
 
 class Level(Protocol):
@@ -39,27 +42,28 @@ class Level(Protocol):
 
     name: str
     num_spares: int
-    """Children that wait for a job: two if an execution can't reach the waiting one beside it, else one."""
+    """Number of children that wait for a job: two if an execution can't reach a waiting child, else one."""
     listener: socket.socket | None
-    """Set by `enter` if the level has a loopback: accepts connections made by executions."""
+    """Socket that accepts connections made by executions, set by `enter` if the level has a loopback; else None."""
     usage: Usage
-    """Set by `enter`: measures the executions' use of resources. The zygote sets whose children to measure."""
+    """Measures the executions' use of resources, set by `enter`. The zygote sets the process whose children it
+    measures."""
 
     def enter(self) -> None:
         """Enter the level, once, when the zygote starts.
 
         Raises:
-            OSError: this node refuses a step; its strerror names it.
+            OSError: this node refuses a step; the error's strerror names the step.
         """
 
     def fork(self) -> int:
-        """Fork, as os.fork does; the child is the root of everything the execution starts."""
+        """Fork like os.fork; the child is the root of everything that the execution starts."""
 
     def prepare(self, place: Place) -> None:
         """Make the working folder, before each fork."""
 
     def confine(self, place: Place) -> None:
-        """Give up everything that candidate code must not have; in the child, before it gets its job."""
+        """Give up every right that candidate code must not have. Runs in the child, before it gets its job."""
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
         """Return resource limits for the child, computed in the zygote.
@@ -69,18 +73,18 @@ class Level(Protocol):
         """
 
     def reset(self) -> None:
-        """Remove the own folder of a released sandbox."""
+        """Remove the folder of a released sandbox."""
 
     def sweep(self, session: int) -> bool:
-        """End everything that an execution left, except the session with this process id, if any.
+        """End every process that an execution left, except the session with this process id, if it isn't 0.
 
         Returns:
-            True if children forked earlier may be given a job, because their place is unchanged.
+            True if children that were forked earlier may get a job, because their working folder is unchanged.
         """
 
 
 class Unisolated:
-    """No isolation: resource limits only. Runs only if the user set `allow_unisolated: true`."""
+    """Level without isolation, with resource limits only. Used only if the user sets `allow_unisolated: true`."""
 
     name = "unisolated"
     num_spares = 1
@@ -114,7 +118,7 @@ class Unisolated:
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
-        return True  # there are none
+        return True  # no level of its own for the working folder: it never has to be renewed
 
 
 def adopt_orphans() -> None:
@@ -123,7 +127,10 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(kept: int) -> None:
-    """Kill and reap until `kept` is the only child; the kernel makes the killed processes' children ours."""
+    """Kill and reap children until `kept` is the only one left.
+
+    The children of a killed process become children of this process (`adopt_orphans`), and are killed next.
+    """
     while children := set(_children()) - {kept}:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -132,7 +139,8 @@ def kill_descendants(kept: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return process ids. Plain calls only: each page the zygote writes to is copied again after every fork."""
+    """Return the process ids of all children. Uses only cheap calls: each page that this process writes to has to be
+    copied again after every fork."""
     descriptor = os.open("/proc/thread-self/children", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = b""
@@ -144,19 +152,19 @@ def _children() -> list[int]:
 
 
 def make_folder(prefix: str) -> str:
-    """Make a folder that only this user may enter. (The module tempfile would load libraries that each fork copies.)"""
+    """Make a folder that only this user may enter. It does not use `tempfile`, which loads libraries into each fork."""
     path = f"/tmp/{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
     return path
 
 
 def remove_folder(path: str) -> OSError | None:
-    """Remove a folder with all content; candidate code may have put anything there.
+    """Remove a folder with all its content, whatever candidate code put there.
 
-    Nested folders are moved side by side before they are emptied: no path gets long, and nothing recurses.
+    Nested folders are moved side by side before they are emptied, so that no path gets long and nothing recurses.
 
     Returns:
-        The last error, if any: part of the folder is left then.
+        None, or the last error if part of the folder is left.
     """
     aside, number, problem = f"{path}.gone", 0, None
     with contextlib.suppress(OSError):

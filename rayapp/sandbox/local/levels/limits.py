@@ -1,8 +1,8 @@
-"""Limits of one execution, the resource limits that enforce them per process, and the use of its whole tree.
+"""Limits of one execution, the rlimits that enforce them per process, and measurement of its whole process tree.
 
-The zygote reads the tree's use (memory, processes, processor time) from /proc, because resource limits hold for each
-process alone: sixteen processes may have sixteen times the memory and processor time. A cgroup would count them
-together, but a pod has none to write to.
+The zygote reads the tree's memory, processes and processor time from /proc, because an rlimit applies to each process
+separately: sixteen processes may use sixteen times the memory and processor time. A cgroup would count them together,
+but a pod can't write to its cgroup.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 MIB = 1 << 20
 MAX_OPEN_FILES = 128
-"""Open files of one execution. The zygote's own limit stays higher: with that many descriptors of its user in flight
-it could send none; see unix(7), ETOOMANYREFS."""
+"""Maximum open files of one execution. The zygote's own limit stays higher: a process can't send descriptors while more
+of its user's descriptors than its limit are in flight (unix(7), ETOOMANYREFS)."""
 MAX_SOCKETS = 256
-"""Sockets of one execution, over its whole tree. Each holds up to 208 KiB of the kernel's memory (Linux's default of
-`wmem_default`), which no other limit counts."""
+"""Maximum sockets of one execution, over its whole tree. Each holds up to 208 KiB of the kernel's memory (Linux's
+default of `wmem_default`), which no other limit counts."""
 _NO_CORE = 1
-"""Limit of core dumps, in bytes, that switches them off. With 0 the kernel still starts the helper in core_pattern, as
-root and outside; 1 means none (fs/coredump.c)."""
+"""Limit of core dumps, in bytes, that switches them off. With 0 the kernel would still start the helper program in
+core_pattern, as root and outside the sandbox; with 1 it does not (fs/coredump.c)."""
 _MAX_SIGNALS = 128
 
 
@@ -34,7 +34,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return the wall-clock seconds that code with this time limit may take if it has to wait for a processor."""
+    """Return the maximum wall-clock seconds of code with this time limit, waits for a processor included."""
     return timeout_s + min(_MAX_WAIT_FACTOR * timeout_s, _MAX_WAIT_S)
 
 
@@ -44,11 +44,14 @@ class Limits:
 
     cpu_s: int
     memory_mib: int
-    """Address space beyond that of the warm interpreter."""
+    """Maximum address space, in addition to that of the warm interpreter."""
     disk_mib: int
-    """Size of the private tmpfs, and of one file."""
+    """Maximum size of the private tmpfs, and of one file."""
     max_processes: int
-    """Processes and threads."""
+    """Maximum number of processes and threads together."""
+    is_of_image: bool = False
+    """True for programs of an image. Then `memory_mib` limits their private data: many programs (Go, Java, Node)
+    reserve far more addresses than they use."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -56,11 +59,12 @@ class Limits:
             "memory_mib": self.memory_mib,
             "disk_mib": self.disk_mib,
             "max_processes": self.max_processes,
+            "is_of_image": self.is_of_image,
         }
 
 
 def set_standing_limits() -> None:
-    """Set the limits that are the same for every execution on the zygote itself: its forks inherit them."""
+    """Set the limits that are the same for every execution. They are set on the zygote, and its forks inherit them."""
     standing = (
         (resource.RLIMIT_CORE, _NO_CORE),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -71,14 +75,18 @@ def set_standing_limits() -> None:
 
 
 def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
-    """Return resource limits for an execution, never above this process's own.
+    """Return the rlimits of an execution, never above this process's own.
 
     Args:
-        num_running: processes of this user id that run already and count against its limit; None omits that limit.
+        num_running: number of processes of this user id that run already and count against the limit of processes; None
+            omits that limit.
     """
     bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
+        (
+            resource.RLIMIT_DATA if limits.is_of_image else resource.RLIMIT_AS,
+            mapped_bytes() + limits.memory_mib * MIB,
+        ),
         (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]
@@ -88,7 +96,7 @@ def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
 
 
 def lower(bounds: Bounds) -> None:
-    """Lower the limits of this process and its children, soft and hard, so that nothing can raise them again."""
+    """Lower the soft and hard limits of this process and its children, so that nothing can raise them again."""
     for what, value in bounds:
         resource.setrlimit(what, (value, value))
 
@@ -101,7 +109,7 @@ def _at_most_ours(what: int, value: int) -> int:
 
 @cache
 def mapped_bytes() -> int:
-    """Return the address space of the warm interpreter, measured at boot: every execution is forked from it."""
+    """Return the bytes of address space of this process. Called at boot: every execution starts with as many."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
@@ -109,7 +117,8 @@ def mapped_bytes() -> int:
 _PAGE = resource.getpagesize()
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
-"""Fields of /proc/PID/stat from the state on, see proc(5): own ticks; own ticks and those of reaped children; …"""
+"""Indices into the fields of /proc/PID/stat, counted from the state, see proc(5): own ticks of processor time; own
+ticks and those of reaped children; number of threads; resident pages."""
 
 
 @dataclass(slots=True)
@@ -118,22 +127,28 @@ class Use:
 
     memory_bytes: int = 0
     num_threads: int = 0
-    """Threads of all processes together."""
+    """Number of threads of all processes together."""
     cpu_s: float = 0.0
-    """Processor time of all processes together, including ended ones."""
+    """Seconds of processor time of all processes together, including ended ones."""
     num_sockets: int = 0
-    """Sockets of its network namespace, except TCP's."""
+    """Number of sockets in its network namespace, except TCP sockets."""
     waited_s: float = 0.0
-    """Seconds that its runnable threads have waited for a processor: the longest wait between each two checks, because
-    threads may wait one after the other."""
+    """Seconds that its runnable threads have waited for a processor. Between two checks only the longest wait of a
+    thread counts, because threads may wait at the same time."""
     _cpu: dict[str, int] = field(default_factory=dict)
-    """Ticks by process id."""
+    """Ticks of processor time by process id."""
     _ticks_before: int = 0
     _waited: dict[str, int] = field(default_factory=dict)
-    """Nanoseconds by thread, at the last check."""
+    """Nanoseconds that each thread has waited, as of the last check."""
 
     def take(self, stats: dict[str, list[str]], waited: dict[str, int], warm_pages: int) -> None:
-        """Add a sample of all living processes: their /proc/PID/stat, and how long each thread has waited."""
+        """Add a sample of all living processes.
+
+        Args:
+            stats: fields of /proc/PID/stat, by process id.
+            waited: nanoseconds that each thread has waited for a processor.
+            warm_pages: resident pages of the warm interpreter.
+        """
         # Subtract the warm interpreter's pages, which each of its forks shares with it.
         pages = sum(max(0, int(stat[_RESIDENT_FIELD]) - warm_pages) for stat in stats.values())
         self.memory_bytes = pages * _PAGE
@@ -145,25 +160,26 @@ class Use:
 
     def _ticks(self, stats: dict[str, list[str]]) -> int:
         self._cpu |= {pid: sum(map(int, stat[_CPU_FIELDS])) for pid, stat in stats.items()}
-        # Take the larger of two sums: the kernel's lacks children that were never reaped, ours those never sampled.
+        # Take the larger of two sums: the kernel's lacks children that were never reaped, the sum of the samples lacks
+        # children that were never sampled.
         of_kernel = sum(sum(map(int, stat[_ALL_CPU_FIELDS])) for stat in stats.values())
         return max(of_kernel, sum(self._cpu.values()))
 
     def forget(self, stats: dict[str, list[str]], waited: dict[str, int]) -> None:
-        """Drop the use until now, by an earlier job of the same session."""
+        """Reset the use to zero: until now it was that of an earlier job of the same session."""
         self._ticks_before, self._waited = self._ticks(stats), waited
 
 
 @dataclass(slots=True)
 class Usage:
-    """Samples a process's descendants, through a /proc opened before it went out of sight."""
+    """Samples a process's descendants through a /proc that was opened while it was still visible."""
 
     proc: int
-    """Descriptor of a /proc; -1 if there is none: nothing is measured then."""
+    """Descriptor of a /proc; -1 if there is none, and then nothing is measured."""
     own_pid: str = ""
-    """Id, in that /proc (maybe of an outer pid namespace), of the process whose children are measured."""
+    """Process id of the process whose children are measured, as in `proc`, which may be of an outer pid namespace."""
     _depth: int = 0
-    """Number of pid namespaces between that /proc and that process."""
+    """Number of pid namespaces between `proc` and the process whose children are measured."""
     _warm_pages: int = 0
     counts_sockets: bool = False
     """True in a separate network namespace, which holds no other program's sockets."""
@@ -179,21 +195,21 @@ class Usage:
         return usage
 
     def look_at_children_of(self, pid: str) -> None:
-        """Set the process whose children are measured: the one that executions are forked from."""
+        """Set the process whose children are measured: the process that executions are forked from."""
         self.own_pid = pid
         if self.proc >= 0:
             self._warm_pages = int(self._stat(pid)[_RESIDENT_FIELD])
             self._depth = len(self._ids(pid)) - 1
 
     def id_of_this_process(self) -> str:
-        """Return this process's id in that /proc; empty if there is none."""
+        """Return this process's id in `proc`; empty if there is no /proc."""
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
     def look(self, use: Use, apart: Collection[int]) -> None:
         """Sample all running processes of the execution.
 
         Args:
-            apart: process ids, in that process's namespace, of children that do not belong to the execution.
+            apart: process ids of children that do not belong to the execution, as the measured process sees them.
         """
         if self.proc >= 0:
             use.take(*self._seen(apart), self._warm_pages)
@@ -221,27 +237,28 @@ class Usage:
         return self._read(f"{pid}/task/{pid}/children").split()
 
     def _known_as(self, pid: str) -> int:
-        """Return an id in the pid namespace of the process whose children are measured; 0 if it has just ended."""
+        """Return the id that the measured parent process sees for this process; 0 if the process has just ended."""
         ids = self._ids(pid)
         return int(ids[self._depth]) if ids else 0
 
     def _ids(self, pid: str) -> list[str]:
-        """Return the process's id in each pid namespace: first that of /proc, last its own."""
+        """Return the process's id in each pid namespace: first the namespace of `proc`, last its own."""
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
     def _stat(self, pid: str) -> list[str]:
-        """Return the fields from the state on, because the name before may be anything; empty if it has just ended."""
+        """Return the fields of /proc/PID/stat from the state on; empty if the process has just ended. The field before
+        the state is a name that the process chooses, so parsing starts after it."""
         return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
     def _threads(self, pid: str, num_threads: int) -> list[str]:
-        """Return the folder of each thread in that /proc."""
+        """Return the path of each thread's folder in `proc`."""
         if num_threads < 2:
             return [f"{pid}/task/{pid}"]
         try:
             folder = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.proc)
         except OSError:
-            return []  # it has just ended
+            return []  # the process has just ended
         try:
             return [f"{pid}/task/{thread}" for thread in os.listdir(folder)]  # noqa: PTH208  (of a descriptor)
         except OSError:
@@ -250,7 +267,8 @@ class Usage:
             os.close(folder)
 
     def _waited_ns(self, thread: str) -> int:
-        """Return nanoseconds of waiting; 0 if the kernel does not count them (CONFIG_SCHED_INFO)."""
+        """Return the nanoseconds that a thread has waited for a processor; 0 if the kernel does not count them
+        (CONFIG_SCHED_INFO)."""
         fields = self._read(f"{thread}/schedstat").split()
         return int(fields[1]) if len(fields) > 1 else 0
 
@@ -258,7 +276,7 @@ class Usage:
         try:
             descriptor = os.open(path, os.O_RDONLY, dir_fd=self.proc)
         except OSError:
-            return ""  # it has just ended
+            return ""  # the process has just ended
         try:
             return os.read(descriptor, 1 << 16).decode(errors="replace")
         except OSError:

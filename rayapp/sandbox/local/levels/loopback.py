@@ -1,8 +1,8 @@
-"""The loopback of a sandbox's own network namespace: one address, one port, where the provider's process listens.
+"""The loopback of a sandbox's own network namespace: one address and port, on which the provider's process listens.
 
 A socket belongs to the namespace in which it was made, whichever process holds it. So the zygote makes the listening
-socket inside its namespace and passes it out over its channel; the provider accepts connections of the sandbox's
-programs there. The namespace holds nothing else, and no address of the machine leads into it.
+socket inside its namespace and passes it out over its channel, and the provider accepts the connections of the
+sandbox's programs on it. Nothing else listens in the namespace, and the machine's addresses don't lead into it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _INTERFACE = struct.Struct("16sH22x")
 _BACKLOG = 16
 _RECEIVE_BYTES = 1 << 17
-"""Receive buffer: kernel memory for each connection, which no limit of the sandbox counts; a fixed size does not
-grow."""
+"""Size of a connection's receive buffer: kernel memory that no limit of the sandbox counts. A fixed size keeps the
+kernel from growing it."""
 _SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem"), "4096 16384 262144"
-"""Send buffer of a connection in this network namespace: least, initial and most bytes. Linux's most is 4 MiB."""
+"""Setting for the send buffer of connections in this network namespace: minimum, initial and maximum bytes. Linux's
+default maximum is 4 MiB."""
 
 
 def bring_up(sock: socket.socket) -> None:
@@ -31,7 +32,7 @@ def bring_up(sock: socket.socket) -> None:
 
 
 def listen() -> socket.socket:
-    """Bring up the loopback and listen there. Needs a new network namespace, and rights over it.
+    """Bring up the loopback and return a socket that listens on it. Needs a new network namespace, and rights over it.
 
     Raises:
         OSError: this node refuses a step.
@@ -40,7 +41,7 @@ def listen() -> socket.socket:
     try:
         bring_up(listening)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
-        with contextlib.suppress(OSError):  # where /proc/sys is read-only, each connection may hold Linux's most
+        with contextlib.suppress(OSError):  # if /proc/sys is read-only, Linux's default maximum applies
             _SEND_BUFFERS[0].write_text(_SEND_BUFFERS[1])
         listening.bind(("127.0.0.1", PORT))
         listening.listen(_BACKLOG)

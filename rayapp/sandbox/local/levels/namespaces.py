@@ -1,17 +1,19 @@
 """The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
 
-With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`.
+With a loopback (`loopback.py`) they are called `ns+proc+lo` and `ns+lo`. Only the levels with `proc` show a /proc. A
+zygote for sandboxes on images has the folder of all images mounted at a hidden path, and each execution enters one
+image (`overlay.py`).
 
-    started by us, unprivileged uid
+    started by rayapp, unprivileged uid
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
-                                  └─ fork per execution: pid 1 of another one, private mounts, no capabilities
+                                  └─ fork per execution: pid 1 of another pid namespace, private mounts, no capabilities
 
-When an execution's first process is killed, the kernel kills everything in its pid namespace, however detached; killing
-the zygote ends the whole tree. Runs in the zygote only.
+When an execution's first process is killed, the kernel kills every process in its pid namespace, daemons included.
+Killing the zygote ends the whole tree. Runs in the zygote only.
 """
 
-# Paths here are texts for mount(), hence os and not pathlib.
-# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH211
+# Paths in this module are strings for mount(), hence os and not pathlib.
+# ruff: noqa: PTH102, PTH103, PTH106, PTH112, PTH114, PTH115, PTH211
 from __future__ import annotations
 
 import ctypes
@@ -25,7 +27,16 @@ from rayapp.sandbox.local.inside.privileges import make_mount_point
 from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp
 from rayapp.sandbox.local.levels.level import Place
 from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, Usage, resource_bounds
-from rayapp.sandbox.local.levels.visible_files import DEVICES, LINKS, SYSTEM, View, spare_mount_point
+from rayapp.sandbox.local.levels.overlay import ImageMount
+from rayapp.sandbox.local.levels.visible_files import (
+    DEVICES,
+    LIBRARY_IN_IMAGES,
+    LINKS,
+    SYSTEM,
+    ImageView,
+    View,
+    spare_mount_point,
+)
 
 _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
@@ -34,7 +45,10 @@ _ALL = (
 NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
-"""Folder for mounts below the machine's /tmp, numbered, to be shown again in each new /tmp."""
+"""Folder that keeps mounts of paths below the machine's /tmp, numbered, so that each new /tmp can show them again."""
+_HIDDEN = "/.hidden"
+_IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
+"""Mount points of images, by `Place.home`."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -44,23 +58,30 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 class Namespaces:
-    """The levels with namespaces; see `level.Level`."""
+    """Isolation levels with namespaces; see `level.Level`."""
 
     num_spares = 2
 
-    def __init__(self, view: View, *, with_proc: bool, with_loopback: bool = False) -> None:
+    def __init__(
+        self, view: View, *, with_proc: bool, with_loopback: bool = False, images: ImageView | None = None
+    ) -> None:
         self.name = f"ns{'+proc' if with_proc else ''}{'+lo' if with_loopback else ''}"
         self._with_loopback = with_loopback
         self.listener: socket.socket | None = None
         self._view = view
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
+        self._images = images
+        self._mounts: dict[bool, ImageMount] = {}
+        """The images of the sandbox's files and of calls, by `Place.home`."""
+        self._mount: ImageMount | None = None
+        """The one that the last child was forked for."""
         self._disk_mib = 0
-        """Size of /tmp; 0 while there is none."""
+        """Size of /tmp; 0 while there is no /tmp."""
         self._tmp_is_new = False
         self._tmp_is_home = False
         self._untouched = b""
-        """The kernel's facts about /tmp (statx) while it is unused."""
+        """Metadata of an unused /tmp (statx), to notice a change."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
@@ -74,8 +95,9 @@ class Namespaces:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns /proc/self, and the maps can't be written
         kernel.unshare(_ALL)
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        inner = (self._images.uid, self._images.gid) if self._images else (uid, gid)
+        Path("/proc/self/uid_map").write_text(f"{inner[0]} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{inner[1]} {gid} 1")
         _become_init()
         outer = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._enter_pid_namespace = [kernel.unshare_step(kernel.CLONE_NEWPID)]
@@ -94,18 +116,26 @@ class Namespaces:
         kernel.take(self._enter_pid_namespace)
         pid = kernel.fork()
         if pid:
-            # Leave its pid namespace: otherwise the next child would be born into this execution.
+            # Leave the child's pid namespace: otherwise the next child would join this execution's namespace.
             kernel.take(self._leave_pid_namespace)
         return pid
 
     def prepare(self, place: Place) -> None:
+        self._mount = self._mounts[place.home] if place.image else None
+        if self._mount:
+            self._mount.prepare(place)
+            return
         if not self._tmp_is_home and not (self._tmp_is_new and self._disk_mib == place.disk_mib):
             self._renew_tmp(place.disk_mib)
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
-        # A process group of its own: signals to group 0 cross the border of a pid namespace, up to the zygote.
+        # Get a separate process group: a signal to one's own group would also reach the zygote, in another namespace.
         os.setsid()
+        if self._mount:
+            self._mount.enter(with_proc=self._with_proc)
+            kernel.take(self._mount.steps)
+            return
         own = self._mounts_of_its_own(place)
         if own:
             kernel.unshare(kernel.CLONE_NEWNS)
@@ -122,24 +152,29 @@ class Namespaces:
         return resource_bounds(limits, num_running=running)
 
     def _mounts_of_its_own(self, place: Place) -> str:
-        """Mount a /proc for scripts and commands if there is one; hide the home from calls, as others work in it."""
+        """Prepare the mounts of one execution. Scripts and commands get a /proc if the level has one; function calls
+        don't see the sandbox's home, because scripts and commands work there."""
         if place.home:
             return "proc" if self._with_proc else ""
         return "tmp" if self._tmp_is_home else ""
 
     def reset(self) -> None:
         self._tmp_is_home = self._tmp_is_new = False
+        for mount in self._mounts.values():
+            mount.forget()
 
     def sweep(self, session: int) -> bool:
         """End the execution; see `Level.sweep`. Its pid namespace died with its first process, so only /tmp is checked.
 
-        That happens now, while /tmp is unused: the child after the next is forked while the next one runs."""
+        /tmp has to be checked now, while no child uses it: later children are forked while the next execution runs."""
+        if self._mount:
+            return self._mount is self._mounts[True] or self._mount.is_untouched()
         if not self._tmp_is_home:
             self._tmp_is_new = self._untouched == _look_at_tmp()
         return self._tmp_is_home or self._tmp_is_new
 
     def _renew_tmp(self, disk_mib: int) -> None:
-        """Give the next execution an empty /tmp. Most code writes nothing there, and then the old one stays."""
+        """Mount an empty /tmp for the next execution. Called only if the last one changed /tmp: most code does not."""
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
@@ -183,8 +218,26 @@ class Namespaces:
             if not os.path.lexists(root + path):
                 os.symlink(target, root + path)
         if self._with_proc:
-            _keep_hidden_proc(root)
+            _keep_proc(root)
+        if self._images:
+            self._show_images(root, self._images)
+        _hide(root)
         self._change_root(root)
+
+    def _show_images(self, root: str, images: ImageView) -> None:
+        for folder in (*_IMAGE_MOUNTS.values(), "/dev/shm"):
+            os.mkdir(root + folder, 0o755)
+        library = root + LIBRARY_IN_IMAGES
+        _bind_read_only(self._view.library, library)
+        for name in ("site-packages", "dist-packages"):
+            if os.path.isdir(f"{library}/{name}"):
+                kernel.mount("tmpfs", f"{library}/{name}", "tmpfs", _PLAIN, "size=64k,mode=755")
+        trees = f"{root}{_HIDDEN}/trees"
+        _bind_read_only(images.trees, trees)
+        held = os.open(trees, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._mounts = {
+            home: ImageMount(folder, held, has_loopback=self._with_loopback) for home, folder in _IMAGE_MOUNTS.items()
+        }
 
     def _change_root(self, root: str) -> None:
         os.chdir(root)
@@ -197,18 +250,18 @@ class Namespaces:
 
 
 def _become_init() -> None:
-    """Continue as the first process of the new pid namespace; the old process only waits for it."""
+    """Continue in a forked process, the first one of the new pid namespace; the old process only waits for its end."""
     pid = os.fork()
     if pid == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         return
-    # Only the zygote may hold the channel open: its closing tells the provider that the zygote is dead.
+    # Close this process's copy of the channel: when the zygote dies, the provider must see an end of file.
     os.closerange(3, 1024)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 
 def _look_at_tmp() -> bytes:
-    """Return facts about /tmp that change whenever its content does."""
+    """Return metadata of /tmp that change whenever its content does."""
     kernel.take(_LOOK)
     return _seen.raw
 
@@ -217,16 +270,22 @@ def _tmpfs_options(disk_mib: int) -> str:
     return f"size={disk_mib * MIB},nr_inodes={_MAX_FILES},mode=700"
 
 
-def _keep_hidden_proc(root: str) -> None:
-    """Keep a /proc that no path leads to: the kernel lets a namespace mount a fresh /proc only if it holds a whole one.
+def _keep_proc(root: str) -> None:
+    """Keep a complete /proc mounted, to be hidden from code. Otherwise the kernel would not let children mount a fresh
+    /proc.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.
     """
-    hidden = Path(root, ".hidden")
-    (hidden / "proc").mkdir(parents=True)
-    kernel.mount("proc", str(hidden / "proc"), "proc", _PLAIN | kernel.MS_NOEXEC)
-    kernel.mount("tmpfs", str(hidden), "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
+    proc = f"{root}{_HIDDEN}/proc"
+    os.makedirs(proc)
+    kernel.mount("proc", proc, "proc", _PLAIN | kernel.MS_NOEXEC)
+
+
+def _hide(root: str) -> None:
+    """Cover the folder of the mounts that no path may lead to."""
+    os.makedirs(root + _HIDDEN, exist_ok=True)
+    kernel.mount("tmpfs", root + _HIDDEN, "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
 
 
 def _bind_system(root: str) -> None:
@@ -238,7 +297,7 @@ def _bind_system(root: str) -> None:
 
 
 def _bind_read_only(source: str, target: str) -> None:
-    """Show a folder or file of the machine, read-only with all mounts beneath it."""
+    """Show a folder or file of the machine at `target`, read-only, together with all mounts beneath it."""
     if not Path(target).exists():
         make_mount_point(target, is_dir=os.path.isdir(source))
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
@@ -255,7 +314,7 @@ def _bind_read_only(source: str, target: str) -> None:
 
 
 def _installed_packages(root: str, library: str) -> list[str]:
-    """Return folders of installed packages that the view would show, perhaps with this project's own code."""
+    """Return the folders of installed packages in the shown library: they may hold rayapp's own code."""
     parents = (
         Path(root + library),
         *Path(f"{root}/usr/lib").glob("python3*"),
@@ -281,14 +340,14 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Write the files that libc looks up: the user's name, and the libraries' places. Only the latter come from this
-    machine's own /etc."""
+    """Write the files in /etc that libc reads: the user's name, and the libraries' paths. These paths and Java's
+    settings are copied from this machine's /etc."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()
     (etc / "passwd").write_text(f"sandbox:x:{uid}:{gid}:sandbox:{_TMP}:/bin/sh\n")
     (etc / "group").write_text(f"sandbox:x:{gid}:\n")
     (etc / "hostname").write_text("sandbox\n")
-    for name in ("ld.so.cache", "alternatives"):
+    for name in ("ld.so.cache", "alternatives", *(path.name for path in Path("/etc").glob("java-*-openjdk"))):
         if os.access(f"/etc/{name}", os.R_OK):
             _bind_read_only(f"/etc/{name}", f"{root}/etc/{name}")

@@ -1,7 +1,7 @@
 """System calls that candidate code may not make, and the reasons. Pure data, read by the isolation levels.
 
-Known calls that are not named here are allowed: an allowlist would break honest code with the next release of libc.
-Calls newer than this list are refused, so that a new kernel opens no new door.
+Known calls that this module doesn't name are allowed: an allowlist would break honest code with the next libc. System
+calls newer than the table in `seccomp.py` are refused, so that a new kernel adds no way out.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
 _BUFFER_SIZES = (7, 8, 32, 33)
-"""SO_SNDBUF, SO_RCVBUF, and both with force: a socket's buffer is kernel memory, which no limit counts."""
+"""Socket options SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE: a socket's buffer is kernel memory, which no
+limit counts."""
 _OPTIONS = {_SOL_SOCKET: (2, 3, 4, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
-"""Socket options that HTTP clients set: reuse, type, errors, keepalive, linger, peer, times; no delay, keepalive's
-times, quick acknowledgements. No other protocol on top of TCP, and no memory shared with the kernel."""
+"""Allowed socket options, those that HTTP clients set. For sockets: reuse, type, errors, keepalive, linger, peer,
+timeouts. For TCP: no delay, times of keepalive, quick acknowledgements. Options for protocols on top of TCP and for
+memory shared with the kernel are left out."""
 _READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_SIZES[:2])}
 _SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
@@ -57,7 +59,7 @@ _PRCTL_NEVER = (
     kernel.PR_SET_MM,
     _PR_SCHED_CORE,
 )
-"""Refused: outliving or adopting processes; core dumps; memory layout; core scheduling."""
+"""Refused options of prctl: outliving or adopting processes; core dumps; memory layout; core scheduling."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -73,13 +75,13 @@ _NEVER = (
     "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
     "io_pgetevents", "flock",
 )  # fmt: skip
-"""Refused: other processes' memory; the network; files by handle; kernel subsystems with many past holes; keys; shared
-memory, which no limit of the candidate counts; contexts of which the machine has a fixed number; locks that need no
-right to write; calls that only an administrator needs."""
+"""Refused calls: other processes' memory; the network; files by handle; kernel subsystems with many past holes; keys;
+shared memory, which no limit of the candidate counts; contexts of which the machine has a fixed number; locks on files
+that the caller can't write; calls that only an administrator needs."""
 
 _NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
-"""Code can write only to files in memory, for which these calls do nothing. On other files they would make all
-processes wait for the disk, or drop cached data."""
+"""Calls that return success at once. Code can write only to files in memory, for which these calls have no effect. On
+other files they would make all processes wait for the disk, or drop cached data."""
 
 _ZYGOTE_ONLY = (
     "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
@@ -87,55 +89,58 @@ _ZYGOTE_ONLY = (
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
     "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
 )  # fmt: skip
-"""Calls that the zygote makes to start an execution, and that code may not make. Memory files are memory that no limit
-of the candidate counts. Each session is a scheduling group of its own, so fourteen sessions would get fourteen
-neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: with more than
-RLIMIT_NOFILE of them the zygote can send none. `send` and `sendto` remain."""
+"""Calls that the zygote makes to start an execution, and that candidate code may not make. No limit of the candidate
+counts the memory of memory files (memfd_create). The scheduler shares processor time among sessions (setsid): code with
+fourteen sessions would get fourteen shares. Messages (sendmsg) can hold descriptors, which the kernel counts by user
+until they arrive: with more than RLIMIT_NOFILE of them in flight, the zygote could send none. `send` and `sendto` stay
+allowed."""
 
 _OWNERS_ONLY = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
     "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
     "fremovexattr", "removexattrat", "file_setattr", "truncate",
 )  # fmt: skip
-"""Calls that only a file's owner may make; in a pod that is the user of the whole run. Landlock has no rule for mode,
-owner, times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
+"""Refused calls that only a file's owner may make; in a pod the owner is the user of the whole run. Landlock has no
+rule for mode, owner, times and attributes, and none for truncation below ABI 3 (Linux 6.2)."""
 
 
 def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes:
-    """Build the filter of the zygote, which every execution inherits.
+    """Build the seccomp filter of the zygote, which every execution inherits.
 
     Args:
-        machine: this one unless a test names another.
+        machine: architecture; None for this machine's. Tests name others.
         has_loopback: allow TCP sockets to connect; Landlock and the network namespace limit the address.
     """
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
-    # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
+    # Allow pairs of streams (1) and sequenced packets (5), equal under the mask. A datagram pair could send to any
+    # socket by name.
     rules["sendto"] = null_pointer(4)
     rules["setsockopt"] = where(1, _SOL_SOCKET, not_with(2, *_BUFFER_SIZES))
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
-    # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
-    # Watching, leasing and locking files of others; pipe buffers, which are limited per user. Locks by F_SETLK
-    # stay allowed, for SQLite: on files that can't be written they exclude no reader.
+    # Refuse signal-driven I/O: it can send any signal to any process of this uid, past every rule about kill. Also
+    # refuse watching, leasing and locking other users' files, and larger pipe buffers, which are limited per user.
+    # Locks by F_SETLK stay allowed, for SQLite: on files that can't be written they block no reader.
     rules["fcntl"] = not_with(
         1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
     )
     if has_loopback:
         rules |= _client_of_tcp(rules["ioctl"])
     rules |= {name: no_effect() for name in _NO_EFFECT}
-    # Each timer holds a queued signal, limited per user; programs fall back to alarm.
+    # Each timer takes one of the user's queued signals, whose number is limited; programs fall back to alarm.
     rules["timer_create"] = refuse(errno.ENOSYS)
     for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
-        # 0 is the caller: candidate code must not change the zygote's limits and priority.
+        # Allow process id 0, the caller: candidate code must not change the zygote's limits and priority.
         rules[name] = only_with(0, 0)
     rules["setpriority"] = both((0, 0), (1, 0))
-    # The flags of clone3 lie in memory, out of a filter's reach; libc falls back to clone.
+    # The flags of clone3 are in memory, which a filter can't read; libc falls back to clone.
     rules["clone3"] = refuse(errno.ENOSYS)
     return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
 
 
 def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
-    """Allow TCP clients, without listening, MPTCP (exempt from Landlock's TCP rules) and queries of interfaces."""
+    """Return rules that allow TCP clients, but no listening, no MPTCP (Landlock's TCP rules don't cover it) and no
+    queries of network interfaces."""
     any_bit = 0xFFFFFFFF
     return {
         "socket": every((0, any_bit, (_AF_INET,)), (1, 0xF, (_SOCK_STREAM,)), (2, any_bit, (0, _IPPROTO_TCP))),
@@ -146,17 +151,26 @@ def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
     }
 
 
-def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
-    """Build the filter of one execution, on top of the standing one.
+_OWNERS = ("chown", "lchown", "fchown", "fchownat")
+"""Calls that change a file's owner. In an image all files belong to one user, and installers that run as root expect
+these calls to succeed."""
+
+
+def closing(*, own_pid: int | None = None, is_of_image: bool = False, machine: str | None = None) -> bytes:
+    """Build the filter of one execution, which is added to that of the zygote.
 
     Args:
-        own_pid: its process id if there is no pid namespace: it may signal only itself and start threads, no processes.
+        own_pid: process id of the execution if it has no pid namespace; it may then signal only itself, and start
+            threads but no processes. None if it has one.
+        is_of_image: True if the root of the file system is an image.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
+    if is_of_image:
+        rules |= {name: no_effect() for name in _OWNERS}
     if own_pid is None:
-        # Let it die when it kills itself: as pid 1 of its namespace the kernel would let it survive.
+        # Let a process die that sends itself SIGKILL: the kernel ignores this signal to pid 1 of a namespace.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
     else:
@@ -165,10 +179,10 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
 
 
 class ClosingAlone:
-    """`closing` with the process id filled in by the child: building the whole filter costs more than a fork."""
+    """Filter of `closing`, built once; each child fills in its process id. Building a filter costs more than a fork."""
 
     _ANY_PID = 0x7FFFFFF1
-    """Stand-in for the process id: beyond the kernel's largest, and different from all constants of a filter."""
+    """Placeholder for the process id: above the kernel's largest, and different from all constants of a filter."""
 
     def __init__(self) -> None:
         self.filter = bytearray(closing(own_pid=self._ANY_PID))
@@ -183,13 +197,13 @@ class ClosingAlone:
 
 def _alone(own_pid: int) -> dict[str, Block]:
     no_more = refuse(errno.EAGAIN)
-    # Below Landlock ABI 3, opening to read and truncate needs no right to write.
+    # Below Landlock ABI 3, no right to write is needed to open a file for reading and truncate it.
     truncating = os.O_ACCMODE | os.O_TRUNC, os.O_TRUNC
     return {
         **{name: refuse() for name in _OWNERS_ONLY},
         "open": not_masked(1, *truncating),
         "openat": not_masked(2, *truncating),
-        "openat2": refuse(errno.ENOSYS),  # its flags lie in memory, out of a filter's reach
+        "openat2": refuse(errno.ENOSYS),  # its flags are in memory, which a filter can't read
         "kill": only_with(0, own_pid),
         "tgkill": only_with(0, own_pid),
         "rt_sigqueueinfo": only_with(0, own_pid),

@@ -1,11 +1,12 @@
 """Builds seccomp filters, as classic BPF, and installs them. Used by the isolation levels, inside the zygote only.
 
-`rules.py` says which calls the filters refuse. A filter is a binary search over system call numbers: a list would make
-each installation three times as long, since the kernel runs it for every number to find those it can always allow.
+`rules.py` lists the calls that the filters refuse. A filter is a binary search over system call numbers: with a linear
+list, each installation would take three times as long, because the kernel then runs the filter for every number to find
+the calls that are always allowed.
 
 The system call numbers of x86-64 and arm64 come from the kernel's tables `arch/x86/entry/syscalls/syscall_64.tbl` and
-`include/uapi/asm-generic/unistd.h`. Calls above 424 have the same number everywhere. The table of an architecture
-omits calls that it lacks (fork on arm64).
+`include/uapi/asm-generic/unistd.h`. From 424 on a call has the same number on both. An architecture's table omits calls
+that the architecture lacks (fork on arm64).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from rayapp.core.errors import IsolationUnavailableError
 from rayapp.sandbox.local.levels import kernel
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Values of `seccomp_data.arch`."""
+"""Values of `seccomp_data.arch`, by name of the machine."""
 
 HIGHEST = 470
-"""Last call number in this table (Linux 6.18); later calls are refused as unknown."""
+"""Highest call number in the tables below (Linux 6.18); calls with higher numbers are refused."""
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
@@ -98,12 +99,12 @@ def this_machine() -> str:
     """Return `x86_64` or `aarch64`.
 
     Raises:
-        IsolationUnavailableError: another architecture.
+        IsolationUnavailableError: this machine has another architecture.
     """
     name = platform.machine()
     if name not in NUMBERS:
         raise IsolationUnavailableError(
-            f"no system call table for {name}: the local sandbox runs on x86_64 and aarch64. Use a remote provider."
+            f"no system call table for {name}: the local sandbox runs only on x86_64 and aarch64. Use a remote provider"
         )
     return name
 
@@ -118,12 +119,12 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGS_AT = 0, 4, 16
 _X32_BIT = 0x40000000
 _FARTHEST = 255
-"""Instructions that a conditional jump can skip."""
+"""Maximum number of instructions that a conditional jump can skip."""
 
 INSTRUCTION = struct.Struct("<HBBI")
-"""Layout of an instruction for the kernel; the fields are those of `Instruction`."""
+"""Binary layout of an `Instruction`, as the kernel reads it."""
 Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, constant."""
+"""Operation code, instructions to skip if true, instructions to skip if false, constant."""
 Block = tuple[Instruction, ...]
 """Instructions that end in a return on every path."""
 
@@ -135,7 +136,7 @@ def refuse(number: int = errno.EPERM) -> Block:
 
 
 def no_effect() -> Block:
-    """Return 0 at once, without making the call."""
+    """Let the system call return 0 at once, without any effect."""
     return refuse(0)
 
 
@@ -144,12 +145,12 @@ def _argument(index: int, *, high: bool = False) -> Instruction:
 
 
 def only_with(index: int, value: int) -> Block:
-    """Allow if this argument (32 bits: a pid) is the value."""
+    """Allow the call if this argument (32 bits, such as a process id) is the value."""
     return (_argument(index), (_JUMP_EQUAL, 0, 1, value), *PERMIT, *refuse())
 
 
 def not_with(index: int, *values: int) -> Block:
-    """Refuse if this argument (32 bits) is one of the values."""
+    """Refuse the call if this argument (32 bits) is one of the values."""
     last = len(values) - 1
     tests = [(_JUMP_EQUAL, last - at, 1 if at == last else 0, value) for at, value in enumerate(values)]
     return (_argument(index), *tests, *refuse(), *PERMIT)
@@ -160,12 +161,13 @@ def without_bits(index: int, bits: int) -> Block:
 
 
 def not_masked(index: int, mask: int, value: int) -> Block:
-    """Refuse if this argument (32 bits), masked, is the value."""
+    """Refuse the call if this argument (32 bits), after the mask is applied, is the value."""
     return (_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 0, 1, value), *refuse(), *PERMIT)
 
 
 def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
-    """Allow if one of `bits` is set and none of `forbidden`; without `bits` the error is `number`."""
+    """Allow the call if at least one of `bits` and none of `forbidden` is set. If none of `bits` is set, the call fails
+    with the error `number`."""
     return (
         _argument(index),
         (_JUMP_ANY_BIT, 0, 1, forbidden),
@@ -177,7 +179,7 @@ def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
 
 
 def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF) -> Block:
-    """Allow if two arguments have these values; the second one is masked first."""
+    """Allow the call if two arguments have these values: (index, value). The mask is applied to the second one."""
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 4, first[1]),
@@ -190,12 +192,14 @@ def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF
 
 
 def every(*tests: tuple[int, int, tuple[int, ...]]) -> Block:
-    """Allow if each of these arguments (32 bits), masked, is one of its values: (index, mask, values)."""
+    """Allow the call if every test holds. A test (index, mask, values) holds if the argument (32 bits) with the mask
+    applied is one of the values."""
     return (*(step for test in tests for step in _one_of(*test)), *PERMIT)
 
 
 def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Block:
-    """Allow if the first argument is a key, and the second one of that key's values."""
+    """Allow the call if the argument `first` is a key of `allowed` and the argument `second` one of the key's
+    values."""
     found: list[Instruction] = []
     for value, seconds in allowed.items():
         rest = (*_one_of(second, 0xFFFFFFFF, seconds), *PERMIT)
@@ -204,7 +208,7 @@ def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Bl
 
 
 def where(index: int, value: int, block: Block) -> Block:
-    """Follow the block if this argument (32 bits) is the value, else permit the call."""
+    """Apply the block if this argument (32 bits) is the value; otherwise permit the call."""
     return (_argument(index), (_JUMP_EQUAL, 0, len(block), value), *block, *PERMIT)
 
 
@@ -215,13 +219,14 @@ def refused_or(first: Block, otherwise: Block) -> Block:
 
 
 def _one_of(index: int, mask: int, values: Sequence[int]) -> Block:
-    """Continue behind this block if the argument, masked, is one of the values; else refuse."""
+    """Go on after this block if the argument, with the mask applied, is one of the values; otherwise refuse the
+    call."""
     tests = [(_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return (_argument(index), (_AND, 0, 0, mask), *tests, *refuse())
 
 
 def null_pointer(index: int) -> Block:
-    """Allow if this argument (64 bits) is 0."""
+    """Allow the call if this argument (64 bits) is 0."""
     return (
         _argument(index),
         (_JUMP_EQUAL, 0, 3, 0),
@@ -233,7 +238,7 @@ def null_pointer(index: int) -> Block:
 
 
 def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
-    """Kill the caller if two arguments have these values, else allow."""
+    """Kill the caller if two arguments have these values, (index, value); otherwise allow the call."""
     return (
         _argument(first[0]),
         (_JUMP_EQUAL, 0, 3, first[1]),
@@ -245,9 +250,10 @@ def dies_with(first: tuple[int, int], second: tuple[int, int]) -> Block:
 
 
 def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str | None = None) -> bytes:
-    """Build a filter: these rules by name of the call, `unknown` above the highest known number, all else allowed.
+    """Build a filter from rules by name of the call.
 
-    Rules for names that this architecture lacks are left out; a call of another architecture kills the process.
+    Known calls without a rule are allowed; `unknown` applies to numbers above HIGHEST. Rules for calls that this
+    architecture lacks are left out. A call of another architecture kills the process.
     """
     machine = machine or this_machine()
     numbers = NUMBERS[machine]
@@ -265,7 +271,7 @@ def program(rules: Mapping[str, Block], *, unknown: Block = PERMIT, machine: str
 
 
 def _segments(by_number: Mapping[int, Block], unknown: Block) -> list[tuple[int, Block]]:
-    """Return (first number, block) in order; each block holds up to the next first number."""
+    """Return pairs (first number, block) in order; a block applies to all numbers before the next pair's."""
     found = [(0, by_number.get(0, PERMIT))]
     for number in range(1, HIGHEST + 1):
         block = by_number.get(number, PERMIT)
@@ -294,7 +300,7 @@ class _Program(ctypes.Structure):
 
 
 def installation(code: bytearray) -> kernel.Step:
-    """Prepare the step that puts a filter on the process that takes it and on its forks. Needs no_new_privs.
+    """Prepare the step that installs a filter for the process that takes the step, and its forks. Needs no_new_privs.
 
     Args:
         code: the filter; it may change until the step is taken, but not in length.
@@ -307,7 +313,7 @@ def installation(code: bytearray) -> kernel.Step:
 
 
 def install(code: bytes) -> None:
-    """Put a filter on this process now.
+    """Install a filter for this process and its forks, now.
 
     Raises:
         OSError: the kernel has no seccomp filters.

@@ -8,7 +8,7 @@
                         the machine's /tmp, it is shown there too, read-only
     /app, /tests…       links to folders in /tmp that code may make: Harbor's scripts use these paths
 
-Nothing of /home, /root, /etc, /var, /run, /proc or /sys.
+Nothing of the machine's /home, /root, /etc, /var, /run, /proc or /sys is shown.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 HARBOR = ".harbor"
-"""Folder in a sandbox's own folder that the links /app, /tests, /solution and /logs point into."""
+"""Name of the folder, inside a sandbox's own folder, that the links /app, /tests, /solution and /logs point into."""
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
+LIBRARY_IN_IMAGES = "/dev/.python"
+"""Place of the zygote's own standard library in sandboxes on images: theirs may have no Python."""
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 
@@ -31,7 +33,7 @@ class View:
     library: str
     """Python's standard library, e.g. /usr/local/lib/python3.11."""
     shared: tuple[str, ...]
-    """Files outside the library and the system that the interpreter links to, e.g. libpython3.11.so."""
+    """Files that the interpreter links to, outside the library and the system's folders, e.g. libpython3.11.so."""
     packages: tuple[str, ...]
     """Folders and files of extra packages."""
 
@@ -41,6 +43,17 @@ class View:
 
     def sources(self) -> tuple[str, ...]:
         return (*SYSTEM, *self.extra())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageView:
+    """Images that a zygote's sandboxes can have as their root."""
+
+    trees: str
+    """Folder of the images' trees."""
+    uid: int
+    """The images' user, as the sandbox sees it: the owner of all files."""
+    gid: int
 
 
 def of_this_interpreter(packages: Sequence[str]) -> View:
@@ -56,12 +69,12 @@ def of_this_interpreter(packages: Sequence[str]) -> View:
 
 
 def spare_mount_point(used: tuple[str, ...]) -> str:
-    """Return an existing folder to mount on that hides nothing needed.
+    """Return an existing folder that something can be mounted on without hiding needed files.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such folder.
     """
     for folder in _MOUNT_POINTS:
         if Path(folder).is_dir() and not any(path == folder or path.startswith(f"{folder}/") for path in used):
             return folder
-    raise OSError(f"no folder to mount on: none of {', '.join(_MOUNT_POINTS)} is there and unused")
+    raise OSError(f"no folder to mount on: none of {', '.join(_MOUNT_POINTS)} exists and is unused")

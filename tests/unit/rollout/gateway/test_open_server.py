@@ -13,9 +13,9 @@ import anthropic
 import openai
 import pytest
 
-from rayapp.core.errors import ConfigError
+from actors.routing import AnyServer
+from rayapp.core.errors import ConfigError, EngineError
 from rayapp.core.types import SamplingParams
-from rayapp.driver.routing import AnyServer
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.conversation import Replies, Said
 from rayapp.rollout.gateway.formats import Formats
@@ -172,7 +172,7 @@ async def test_a_harness_gets_json_and_calls_in_the_form_that_it_asks_for(serve:
             tools=[{"name": "echo", "input_schema": {"type": "object"}}],
             tool_choice={"type": "tool", "name": "echo"},
         )
-        with pytest.raises(openai.BadRequestError, match="which tools don't have"):
+        with pytest.raises(openai.BadRequestError, match="tool_choice demands a call, but tools is empty"):
             await chat.create(**asked, tool_choice="required")
         with pytest.raises(openai.BadRequestError, match="unknown fields: dry_multiplier"):
             await chat.create(**asked, extra_body={"dry_multiplier": 1})
@@ -328,6 +328,19 @@ async def test_a_key_has_a_limit_of_calls_at_once(serve: Any) -> None:
         goes_on.set()
 
         assert (await first).choices[0].message.content == (await second).choices[0].message.content == "yes"
+
+
+async def test_a_schema_that_the_engine_can_not_follow_is_refused_in_its_words(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*asked: Any) -> Any:
+        raise EngineError("VLLMValidationError: Grammar error: Invalid type: nonsense")
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nonsense"}}}
+    async with serve() as (url, engine):
+        monkeypatch.setattr(engine, "generate", generate)
+        with pytest.raises(openai.BadRequestError, match=r"can't follow this JSON schema: VLLMV.* type: nonsense"):
+            await client(url).chat.completions.create(model="any", messages=HI, response_format=form)
 
 
 async def test_silent_connections_keep_nobody_out(serve: Any, caplog: pytest.LogCaptureFixture) -> None:

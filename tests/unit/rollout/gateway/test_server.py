@@ -250,14 +250,14 @@ async def test_calls_after_the_end_get_a_clear_refusal_that_clients_do_not_retry
 
 async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"tool_choice": "required"}, "tool_choice is not offered: the policy is sampled as it is trained"),
+        ({"tool_choice": "required"}, "tool_choice is not supported while the policy is trained on its answers"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"n": 0}, "n must be an integer of at least 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads only text"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
-        ({"messages": []}, "the last message must be"),
+        ({"messages": []}, "the last message must have the role user or tool"),
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
     ]
     async with serve() as served, served.openai() as client:

@@ -21,9 +21,10 @@ from rayapp.core.types import ExecOutcome, SandboxSpec, StopCause
 from rayapp.sandbox.local.inside import zygote
 from rayapp.sandbox.local.levels.limits import MAX_OPEN_FILES
 from rayapp.sandbox.local.levels.loopback import PORT
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
+from support.levels import EACH_LEVEL
 
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REFUSALS: dict[str, str] = {}
@@ -40,7 +41,7 @@ async def refusal(level: str) -> str:
     return REFUSALS[level]
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvider]:
     if reason := await refusal(request.param):
         pytest.skip(reason)

@@ -58,7 +58,7 @@ async def test_nobody_overtakes_the_queue() -> None:
 async def test_a_caller_whose_deadline_passes_is_told_how_busy_the_pool_is() -> None:
     p = pool(max_leases=1)
     await p.acquire("a", timeout_s=30)
-    with pytest.raises(SandboxUnavailableError, match="1 of 1 leased"):
+    with pytest.raises(SandboxUnavailableError, match="1 of 1 are leased"):
         await p.acquire("b", timeout_s=0.01)
     assert p.stats()["sandbox/waiting"] == 0
 

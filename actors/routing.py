@@ -1,0 +1,182 @@
+"""Sends a group's requests to a server: `Router` in the driver chooses the server, `GroupCalls` in a worker calls it.
+
+A group stays on its server: its trajectories share their prompt in that server's prefix cache, and each turn of a
+trajectory finds the earlier turns there. A group that starts alone goes to the server with the fewest groups; groups of
+a cohort are assigned by their place in it, so that a synchronous run repeats.
+
+`GroupCalls` batches requests that start together into one call of their server. A call through Ray costs as much
+processor time as all other work for a trajectory in the worker. Completions come back as they end, batched if they end
+together. Later turns start one by one, each with a call of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actors.handles import GenerateRequest, VllmServerHandle
+from rayapp.core.errors import DeadlineError, EngineError, RayappError
+from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.types import Completion, RequestId, SamplingParams
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
+
+_ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
+
+
+class Router:
+    """Assigns groups to servers.
+
+    Args:
+        num_servers: at least one.
+        is_up: returns whether the server of this index is available; a server that is being replaced gets new groups
+            only if there is no other server.
+    """
+
+    def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._in_flight = [0] * num_servers
+        self._is_up = is_up
+
+    @contextmanager
+    def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
+        """Context manager for the request with its server; the group counts as the server's load in the block."""
+        server = self._seat(request)
+        self._in_flight[server] += 1
+        try:
+            yield replace(request, server=server)
+        finally:
+            self._in_flight[server] -= 1
+
+    def _seat(self, request: GroupRequest) -> int:
+        if request.cohort is not None:
+            return server_in_cohort(request.cohort, len(self._in_flight))
+        servers = range(len(self._in_flight))
+        up = [server for server in servers if self._is_up(server)] or servers
+        return min(up, key=lambda server: (self._in_flight[server], server))
+
+    def metrics(self) -> dict[str, float]:
+        """Return `routing/*`: groups in flight on the server with the most and on the one with the fewest."""
+        return {
+            "routing/groups_max": float(max(self._in_flight)),
+            "routing/groups_min": float(min(self._in_flight)),
+        }
+
+
+class AnyServer:
+    """`RolloutEngine` over several servers: each request goes to the one with the fewest requests.
+
+    Args:
+        is_up: see `Router`.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._engines = engines
+        self._router = Router(len(engines), is_up=is_up)
+
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`."""
+        with self._router.placed(_ALONE) as placed:
+            assert placed.server is not None
+            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    request_id: RequestId
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    on_tokens: OnTokens | None
+    answer: asyncio.Future[Completion]
+
+
+class GroupCalls:
+    """`RolloutEngine` over one server for a whole group, whose prompt stays in the server's prefix cache.
+
+    Args:
+        min_policy_version: oldest policy version that may sample.
+        cohort_size: number of requests that start together on this server, including those of other groups.
+    """
+
+    def __init__(self, server: VllmServerHandle, *, min_policy_version: int, cohort_size: int) -> None:
+        self._server = server
+        self._version = min_policy_version
+        self._cohort_size = cohort_size
+        self._waiting: list[_Call] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`.
+
+        Raises:
+            DeadlineError: the server did not answer in time.
+            EngineError: the server is gone, or refuses the request.
+        """
+        loop = asyncio.get_running_loop()
+        sampling = replace(sampling, is_streamed=on_tokens is not None)
+        call = _Call(request_id, prompt_ids, sampling, on_tokens, loop.create_future())
+        self._waiting.append(call)
+        if len(self._waiting) == 1:
+            # Send after all tasks that are ready now, so that the group's other trajectories join this call.
+            loop.call_soon(self._send)
+        try:
+            async with asyncio.timeout(self._server.request_timeout_s):
+                return await call.answer
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self._server.name}.generate did not answer {request_id} within {self._server.request_timeout_s:g} s"
+            ) from None
+
+    def _send(self) -> None:
+        calls, self._waiting = self._waiting, []
+        task = asyncio.get_running_loop().create_task(self._listen(calls), name=f"calls {self._server.name}")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _listen(self, calls: list[_Call]) -> None:
+        try:
+            async for batch in self._server.generate_many([self._request(call) for call in calls]):
+                for position, outcome in batch:
+                    if isinstance(outcome, Completion | Exception):
+                        _settle(calls[position], outcome)
+                    else:
+                        _tell(calls[position], outcome)
+        except RayappError as error:
+            for call in calls:
+                _settle(call, error)
+        for call in calls:
+            _settle(call, EngineError(f"{self._server.name} gave no answer to {call.request_id}"))
+
+    def _request(self, call: _Call) -> GenerateRequest:
+        # Only first turns start as a cohort: later turns start when their tools are done, without waiting.
+        cohort_size = self._cohort_size if call.request_id.is_first_turn else 1
+        return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
+
+
+def _tell(call: _Call, token_ids: Sequence[int]) -> None:
+    if call.on_tokens is not None and not call.answer.done():
+        call.on_tokens(token_ids)
+
+
+def _settle(call: _Call, outcome: Completion | Exception) -> None:
+    """Set the outcome of a call, unless it has one or the caller was cancelled."""
+    if call.answer.done():
+        return
+    if isinstance(outcome, Exception):
+        call.answer.set_exception(outcome)
+    else:
+        call.answer.set_result(outcome)

@@ -1,0 +1,386 @@
+"""The checks of a run's keys against each other. Each error names both values and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import yaml
+
+from rayapp.config.agent import is_data_file
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.bundles import asked_servers, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
+from rayapp.config.keys import Keys, all_tasks
+from rayapp.config.other_models import SCHEME, JudgeSection, server_named
+
+
+def check_agreement(config: Keys) -> None:
+    """Check settings against each other. Raises ValueError, with both values and the way out."""
+    _tasks_or_data(config)
+    _sources_fit(config)
+    _external_agents_fit(config)
+    _judges_fit(config)
+    _model_servers_fit(config)
+    _placement_fits(config)
+    _gpus_suffice(config)
+    _minibatches_divide(config)
+    _sequence_fits_microbatch(config)
+    _warmup_fits(config)
+    _dapo_fits(config)
+    _groups_suffice(config)
+    _kl_in_reward_fits(config)
+    _best_metric_exists(config)
+    _teacher_fits(config)
+
+
+def _model_servers_fit(config: Keys) -> None:
+    names = [server.name for server in config.model_servers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
+    asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
+    asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
+    for who, (base_url, key, model) in asked.items():
+        name = server_named(base_url)
+        if name and name not in names:
+            raise ValueError(f"{who}: base_url is {base_url}, but model_servers are {', '.join(names) or 'none'}")
+        if name and model != name:
+            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that name")
+    used = {server.name for server in asked_servers(config)}
+    if idle := [name for name in names if name not in used]:
+        raise ValueError(
+            f"model_servers ({idle[0]}): no judge or teacher uses this server. Set base_url: {SCHEME}{idle[0]} in a "
+            "judge that reward.judges names, or in distillation, or remove the server."
+        )
+
+
+def _teacher_fits(config: Keys) -> None:
+    if config.distillation.base_url and config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server "
+            "computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
+        )
+
+
+def _sources_fit(config: Keys) -> None:
+    names = [source.name for source in config.sources]
+    for number, source in enumerate(config.sources):
+        where = f"sources[{number}] ({source.name})"
+        if names.index(source.name) != number:
+            raise ValueError(
+                f"{where}: sources[{names.index(source.name)}] has the same name. Rename one of the two sources."
+            )
+        if not source.tasks and not source.eval.tasks:
+            raise ValueError(f"{where} has no tasks: name tasks, or data files.")
+        _one_kind(config.with_source(source), f"{where}: ")
+        _tools_have_players(config.with_source(source), f"{where}: ")
+        for key, own in source.rollout.model_dump(exclude_none=True).items():
+            most = config.group_deadline_s if key == "group_deadline_s" else getattr(config.rollout, key)
+            if own > most:
+                raise ValueError(
+                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, for which its processes are "
+                    f"configured. Raise the run's rollout.{key} to {own:g}, or lower the source's."
+                )
+
+
+def _external_agents_fit(config: Keys) -> None:
+    for name, own in config.by_source():
+        agent, where = own.agent, _named(name)
+        external = agent.external
+        is_given = bool(external.command), bool(external.entry)
+        if own.agent_name != "external_agent":
+            if any(is_given):
+                raise ValueError(
+                    f"{where}agent.external is set, but agent.name is {agent.name}, which doesn't use it. Set "
+                    "agent.name: external_agent, or leave agent.external out."
+                )
+            continue
+        if all(is_given) or not any(is_given):
+            raise ValueError(
+                f"{where}agent.name is external_agent, and agent.external has "
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give one "
+                "(docs/agents.md)."
+            )
+        if external.inside and external.entry:
+            raise ValueError(
+                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
+                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
+        if external.inside and others:
+            raise ValueError(
+                f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no connection to the policy, "
+                "unlike sandboxes of local, e2b and daytona. Remove the former from sandbox.providers, or leave "
+                "inside out (docs/agents.md)."
+            )
+        if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
+            raise ValueError(
+                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
+                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                f"sandbox.lease_ttl_s to {least_s:g}, or lower timeout_s."
+            )
+        if not config.learner.share_prefixes:
+            raise ValueError(
+                f"{where}agent.name is external_agent, whose trajectories may fork, and learner.share_prefixes is "
+                "false: tokens that branches share would be computed for each branch, and might not fit into a "
+                "micro-batch. Set learner.share_prefixes: true."
+            )
+
+
+def _judges_fit(config: Keys) -> None:
+    judges = {judge.name: judge for judge in config.judges}
+    if len(judges) < len(config.judges):
+        raise ValueError(f"judges: two have the same name ({', '.join(judge.name for judge in config.judges)})")
+    for judge in config.judges:
+        if judge.max_concurrent < config.rollout.num_workers:
+            raise ValueError(
+                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
+                f"{config.rollout.num_workers} can't share. Raise max_concurrent, or lower rollout.num_workers."
+            )
+    for name, own in config.by_source():
+        _source_has_judges(own, _named(name), judges)
+
+
+def _named(source: str) -> str:
+    return f"source {source}: " if source else ""
+
+
+def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]) -> None:
+    reward, weight = own.reward, own.reward.verdict_weight
+    if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
+        raise ValueError(
+            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names no judge with a weight, so "
+            "verdict_weight has no effect. Name a judge with a weight, or leave verdict_weight out."
+        )
+    for name, weight in reward.judges.items():
+        if name not in judges or not math.isfinite(weight):
+            raise ValueError(
+                f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
+                "weight is a finite number. Name one of these judges, or add this judge to `judges` (docs/judges.md)."
+            )
+        judge, deadline_s = judges[name], own.group_deadline_s
+        if judge.reference and not own.uses_data:
+            raise ValueError(
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show. Leave reference "
+                "out, or use this judge for rows of data."
+            )
+        if judge.kind == "pairwise" and own.rollout.group_size < 2:
+            raise ValueError(
+                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, and "
+                "rollout.group_size is 1. Raise rollout.group_size, or use another kind of judge."
+            )
+        if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
+            raise ValueError(
+                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
+                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
+            )
+
+
+def _best_metric_exists(config: Keys) -> None:
+    metric, keep_best = config.checkpoint.best_metric, config.checkpoint.keep_best
+    if keep_best and metric.startswith("eval/") and config.eval.every_steps == 0:
+        raise ValueError(
+            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: no step is evaluated, and "
+            f"checkpoint.keep_best = {keep_best} would keep no checkpoint. Set eval.every_steps, or use reward/mean."
+        )
+
+
+def _warmup_fits(config: Keys) -> None:
+    warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
+    if not warmup.num_steps:
+        return
+    if isinstance(budget, int) and config.max_demonstration_tokens > budget * config.learner.sequence_parallel:
+        raise ValueError(
+            f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
+            f"{budget}: the longest demonstration would not fit into a micro-batch. Raise "
+            "learner.max_tokens_per_microbatch, or lower warmup.max_tokens."
+        )
+    if not warmup.files and not all_tasks(config):
+        raise ValueError(
+            f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and the run has no tasks with "
+            "demonstrations. Name files to learn from (docs/sft.md), or set warmup.num_steps to 0."
+        )
+
+
+def _dapo_fits(config: Keys) -> None:
+    buffer = config.algorithm.overlong.buffer_tokens
+    longest = min(own.rollout.max_completion_tokens for _, own in config.by_source())
+    if buffer > longest:
+        raise ValueError(
+            f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: the "
+            f"penalty would begin before the first token. Use at most {longest}."
+        )
+    if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
+        raise ValueError(
+            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
+            "that have no weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "false, or raise distillation.reward_weight."
+        )
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
+        raise ValueError(
+            f"algorithm.dynamic_sampling drops groups of equal rewards, from which {estimator} still learns, because "
+            "its baseline is not the mean of the group's rewards. Set algorithm.dynamic_sampling.enabled: false, or "
+            "use grpo."
+        )
+
+
+def _groups_suffice(config: Keys) -> None:
+    estimator, size = config.algorithm.adv_estimator, config.rollout.group_size
+    if size > 1:
+        return
+    if estimator in NEEDS_GREEDY_BASELINE:
+        raise ValueError(
+            f"rollout.group_size is 1, and the last trajectory of a group is the greedy baseline of {estimator}: none "
+            "would be trained on. Use 2 or more."
+        )
+    if config.compares_groups:
+        raise ValueError(
+            f"rollout.group_size is 1, and algorithm.adv_estimator {estimator} compares the trajectories of a group: "
+            "no advantage would be left. Use 2 or more."
+        )
+
+
+def _kl_in_reward_fits(config: Keys) -> None:
+    section, algorithm = config.algorithm.kl_in_reward, config.algorithm
+    if section.coef == 0:
+        return
+    if algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
+        raise ValueError(
+            f"algorithm.kl_in_reward.coef is {section.coef:g}, but gdpo reads only the terms of "
+            "algorithm.gdpo_reward_terms, not this KL. Use algorithm.kl_loss_coef, or another estimator."
+        )
+    sequences = config.train.groups_per_step * config.rollout.group_size
+    if section.control == "adaptive" and sequences >= 5 * section.horizon:
+        raise ValueError(
+            f"algorithm.kl_in_reward.horizon is {section.horizon}, but a step has train.groups_per_step x "
+            f"rollout.group_size = {sequences} trajectories, which could move the coefficient by 0.2 x {sequences} / "
+            f"{section.horizon} of itself, to 0 or below. Use a horizon above {sequences // 5}."
+        )
+
+
+def _tasks_or_data(config: Keys) -> None:
+    if config.sources:
+        for key, given in (("tasks", config.tasks), ("eval.tasks", config.eval.tasks)):
+            if given:
+                raise ValueError(
+                    f"{key} ({', '.join(given)}) and sources are both set: {key} is short for a run with one source. "
+                    "Move these tasks into a source, or remove {key}."
+                )
+        return
+    _one_kind(config)
+    _tools_have_players(config)
+    if config.reward.custom and config.tasks and not config.uses_data:
+        raise ValueError(
+            f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}) that "
+            "score answers themselves, so the function would never be called. Name data files (.parquet), or leave "
+            "reward.custom out."
+        )
+
+
+def _one_kind(config: Keys, where: str = "") -> None:
+    """Refuse data files and other tasks in one source, because they differ in order, agent and scoring."""
+    rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
+    if not (any(rows) and any(others)):
+        return
+    said = (
+        f"{where}data files ({', '.join([*rows[0], *rows[1]])}) and other tasks ({', '.join([*others[0], *others[1]])})"
+    )
+    if not (rows[0] and others[0]):
+        raise ValueError(
+            f"{said} can't be in one source, and `tasks` has only one of these kinds. Evaluate the other kind with a "
+            "separate command: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
+        )
+    sources = [
+        {"name": name, "ratio": 1, "tasks": trained} | ({"eval": {"tasks": evaluated}} if evaluated else {})
+        for name, (trained, evaluated) in (("problems", others), ("rows", rows))
+    ]
+    written = yaml.safe_dump(sources, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    raise ValueError(f"{said} can't be in one source. Make two sources: `sources: {written}` (docs/tasks.md).")
+
+
+def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
+    """Return the tasks to train on and those to evaluate: data files, or all others."""
+    trained, evaluated = (
+        [task for task in tasks if is_data_file(task) == files] for tasks in (config.tasks, config.eval.tasks)
+    )
+    return trained, evaluated
+
+
+def _tools_have_players(config: Keys, where: str = "") -> None:
+    if config.agent.tool_file and config.agent_name == "external_agent":
+        raise ValueError(
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent has tools of its own. Leave "
+            "agent.tool_file empty."
+        )
+    if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
+        raise ValueError(
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
+            "set agent.name: tool_agent, or leave agent.tool_file empty. In a run with sources, each source can have "
+            "an agent of its own."
+        )
+
+
+def _gpus_suffice(config: Keys) -> None:
+    have = config.cluster.num_gpus
+    if have is None or config.cluster.device == "cpu":
+        return
+    bundles = bundles_of(config)
+    if num_gpus_of(bundles) > have:
+        raise ValueError(f"GPUs: {gpu_arithmetic(bundles)}, but cluster.num_gpus is {have}. {fewer_gpus(config, have)}")
+
+
+def _placement_fits(config: Keys) -> None:
+    _offload_helps(config)
+    if config.cluster.placement == "split":
+        return
+    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
+    if servers * tp != learners:
+        raise ValueError(
+            f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
+            f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
+        )
+    if config.train.max_staleness > 0:
+        raise ValueError(
+            f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
+            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
+        )
+
+
+def _offload_helps(config: Keys) -> None:
+    learner = config.learner
+    if learner.offload_when_idle and config.cluster.placement == "split":
+        raise ValueError(
+            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, "
+            "so the freed memory would stay unused. Set learner.offload_when_idle: false, or use placement colocated."
+        )
+    if learner.offload_when_idle and learner.cpu_offload:
+        raise ValueError(
+            "learner.offload_when_idle and learner.cpu_offload are both true: with cpu_offload all parameters are in "
+            "host memory all the time. Turn one of the two off."
+        )
+
+
+def _minibatches_divide(config: Keys) -> None:
+    groups, minibatches = config.train.groups_per_step, config.train.num_minibatches
+    if groups % minibatches:
+        raise ValueError(
+            f"train.groups_per_step = {groups} groups x rollout.group_size = {config.rollout.group_size} cannot be "
+            f"split into train.num_minibatches = {minibatches} equal parts of whole groups: "
+            f"{groups} / {minibatches} = {groups / minibatches:g}. Use a divisor of {groups}."
+        )
+
+
+def _sequence_fits_microbatch(config: Keys) -> None:
+    longest, budget = config.max_learner_tokens, config.learner.max_tokens_per_microbatch
+    parts = config.learner.sequence_parallel
+    if isinstance(budget, int) and longest > budget * parts:
+        more = config.distillation.num_privileged_tokens
+        privileged = f" + distillation.max_privileged_tokens {more}" if more else ""
+        over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
+        raise ValueError(
+            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
+            f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
+            f"learner.max_tokens_per_microbatch is {budget}{over}: the longest trajectory would not fit into a "
+            f"micro-batch. Raise learner.max_tokens_per_microbatch to at least {-(-longest // parts)}, or "
+            "learner.sequence_parallel."
+        )

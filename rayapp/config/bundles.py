@@ -1,0 +1,80 @@
+"""The GPUs that a run requests: bundles of processes that share GPUs, and the model servers among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayapp.config.keys import Keys
+from rayapp.config.other_models import ModelServerSection, server_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Processes that share GPUs of one node."""
+
+    num_gpus: int
+    server: int | None = None
+    """Index of the bundle's server."""
+    learners: tuple[int, ...] = ()
+    """Ranks of the bundle's learners."""
+    model_server: str = ""
+    """Name of the bundle's model server."""
+
+
+def bundles_of(
+    config: Keys, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
+) -> list[Bundle]:
+    """Return the bundles of a run: servers first, then learners, then model servers. An evaluation has no learners, a
+    replay no servers.
+
+    A colocated server is in one bundle with the learners whose GPUs it uses. Without GPUs, no processes share a bundle.
+    """
+    tp = config.server.tensor_parallel_size
+    servers = range(config.server.num_servers if with_servers else 0)
+    learners = tuple(range(config.learner.num_learners if with_learners else 0))
+    is_shared = on_gpu and with_servers and config.cluster.placement == "colocated"
+    bundles = [
+        Bundle(
+            num_gpus=tp * on_gpu, server=server, learners=learners[server * tp : (server + 1) * tp] if is_shared else ()
+        )
+        for server in servers
+    ]
+    own = () if is_shared else learners
+    bundles += [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+    others = asked_servers(config, by_workers=with_servers, by_learners=with_learners)
+    return bundles + [Bundle(num_gpus=each.tensor_parallel_size * on_gpu, model_server=each.name) for each in others]
+
+
+def num_gpus_of(bundles: Sequence[Bundle]) -> int:
+    """Return the number of GPUs of all bundles together."""
+    return sum(bundle.num_gpus for bundle in bundles)
+
+
+def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
+    """Return `4 servers x TP 2 + 8 learners = 16`, for messages."""
+    servers = [bundle for bundle in bundles if bundle.server is not None]
+    num_learners = sum(len(bundle.learners) for bundle in bundles)
+    parts = [f"{len(servers)} servers x TP {servers[0].num_gpus}"] if servers else []
+    parts += [f"{num_learners} learners"] if num_learners else []
+    joint = " on those of " if any(server.learners for server in servers) else " + "
+    others = [f"{each.model_server} x TP {each.num_gpus}" for each in bundles if each.model_server]
+    return f"{' + '.join([joint.join(parts), *others])} = {num_gpus_of(bundles)}"
+
+
+def fewer_gpus(config: Keys, have: int) -> str:
+    """Return advice for messages: settings with which the config runs on this number of GPUs."""
+    server, learners = config.server, config.learner.num_learners
+    takes_turns = config.train.max_staleness == 0 and server.num_servers * server.tensor_parallel_size == learners
+    if config.cluster.placement == "split" and takes_turns and learners <= have:
+        return "Let servers and learners take turns on them: cluster.placement=colocated."
+    return "Lower server.num_servers, a tensor_parallel_size or learner.num_learners."
+
+
+def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
+    """Return the model servers of judges (called by rollout workers) and of the teacher (called by learners)."""
+    used = {name for _, own in config.by_source() for name in own.reward.judges}
+    urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
+    urls += [config.distillation.base_url] if by_learners else []
+    names = {server_named(url) for url in urls}
+    return [server for server in config.model_servers if server.name in names]

@@ -1,0 +1,101 @@
+"""Names of images, as `SandboxSpec.template` and the command line have them. Pure.
+
+image:REGISTRY/NAME[:TAG][@sha256:…]    from a registry; without a registry, Docker's
+image:oci:FOLDER[:TAG]                  a folder in OCI's image layout
+image:archive:FILE.tar[:NAME]           a file that `docker save`, or a tool for OCI archives, wrote
+image:build:NAME                        built here by `rayapp images build`
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rayapp.core.errors import ImageError
+
+PREFIX = "image:"
+_DOCKER, _DOCKER_OFFICIAL, _LATEST = "docker.io", "library/", "latest"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REPOSITORY = re.compile(r"[a-z0-9]+(?:[._/-]+[a-z0-9]+)*")
+_REGISTRY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,199}")
+Kind = Literal["registry", "oci", "archive", "build"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A parsed name of an image."""
+
+    kind: Kind
+    registry: str = ""
+    """Host and port; for kind registry only."""
+    name: str
+    """Repository in a registry, path of a folder or archive, or name of a built image."""
+    tag: str = ""
+    """Tag; in a folder or archive the name of one of several images."""
+    digest: str = ""
+    """Digest of the manifest; empty if the name is not pinned."""
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        digest = f"@{self.digest}" if self.digest else ""
+        where = f"{self.registry}/" if self.kind == "registry" else f"{self.kind}:"
+        return f"{where}{self.name}{tag}{digest}"
+
+    @property
+    def template(self) -> str:
+        return f"{PREFIX}{self}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if this name means the same image for ever, or lies in this machine's own files."""
+        return bool(self.digest) or self.kind != "registry"
+
+    def pinned(self, digest: str) -> Reference:
+        return replace(self, digest=digest)
+
+
+def is_image(template: str) -> bool:
+    """Return True if a sandbox template names an image, not a template of a provider."""
+    return template.startswith(PREFIX)
+
+
+def parse(text: str) -> Reference:
+    """Parse a name, with or without `image:` before it.
+
+    Raises:
+        ImageError: it is not a name of an image.
+    """
+    rest = text.removeprefix(PREFIX)
+    for kind in ("oci", "archive", "build"):
+        if rest.startswith(f"{kind}:"):
+            return _local(kind, rest.removeprefix(f"{kind}:"), text)
+    named, at, digest = rest.partition("@")
+    if at and not _DIGEST.fullmatch(digest):
+        raise ImageError(f"image {text!r}: {digest!r} is no digest; write sha256: and 64 hexadecimal digits")
+    host, slash, path = named.partition("/")
+    if not slash or not ("." in host or ":" in host or host == "localhost"):
+        host, path = _DOCKER, named
+    repository, colon, tag = path.partition(":")
+    if host == _DOCKER and "/" not in repository:
+        repository = f"{_DOCKER_OFFICIAL}{repository}"
+    if not (_REGISTRY.fullmatch(host) and _REPOSITORY.fullmatch(repository)) or (colon and not _TAG.fullmatch(tag)):
+        raise ImageError(f"image {text!r} is no name of an image; write REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:…")
+    if not (tag or digest):
+        tag = _LATEST
+    return Reference(kind="registry", registry=host, name=repository, tag=tag, digest=digest)
+
+
+def _local(kind: Kind, rest: str, text: str) -> Reference:
+    if kind == "build":
+        if not _OWN.fullmatch(rest):
+            raise ImageError(f"image {text!r}: a built image is named by letters, digits, `.`, `_`, `-` and `@`")
+        return Reference(kind=kind, name=rest)
+    # A colon in the last part separates the tag: paths rarely have one there, and can be written without.
+    folder, slash, last = rest.rpartition("/")
+    file, _, tag = last.partition(":")
+    if not file:
+        raise ImageError(f"image {text!r} names no {'folder' if kind == 'oci' else 'file'}")
+    return Reference(kind=kind, name=f"{folder}{slash}{file}", tag=tag)

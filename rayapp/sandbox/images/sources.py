@@ -1,0 +1,343 @@
+"""Where images come from: a registry, a folder in OCI's layout, or an archive. All are read through `Source`.
+
+    Source.top() -> index or manifest -> Source.document(digest) -> Source.fetch(layer) -> a file
+
+Registries are asked through `oras`, which reads credentials from Docker's `config.json` and its helpers. Here are the
+parts that it lacks: time limits, mirrors, resumed downloads. Callers check digests, except the ones that `fetch` needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
+from rayapp.core.http import pauses_s
+from rayapp.sandbox.images.manifest import MANIFEST_TYPES, MAX_DOCUMENT_BYTES, Layer, digest_of, document
+from rayapp.sandbox.images.reference import Reference
+
+_CHUNK = 1 << 20
+_CONNECT_S, _READ_S = 10.0, 60.0
+_ATTEMPTS = 5
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_DOCKER_API, _DOCKER_KEY = "registry-1.docker.io", "https://index.docker.io/v1/"
+"""Docker's registry has another host for its API, and another name in config.json."""
+_NAME = "org.opencontainers.image.ref.name"
+OnBytes = Callable[[int], None]
+
+
+class Source(Protocol):
+    """One image in one place."""
+
+    def top(self) -> bytes:
+        """Return the index or manifest that the image's name stands for. Raises ImageError: there is none."""
+
+    def document(self, digest: str, *, is_manifest: bool) -> bytes:
+        """Return a manifest, or a configuration. Raises ImageError: it is missing."""
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        """Write a layer's stored bytes to a file; go on where an earlier call broke off.
+
+        Raises:
+            ImageError: the layer is missing or damaged.
+            SandboxUnavailableError: the registry can't be reached.
+        """
+
+
+def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> Source:
+    """Return the source of an image.
+
+    Args:
+        mirrors: registry -> hosts that are asked first, in order; `http://HOST` is asked without TLS.
+    """
+    match reference.kind:
+        case "registry":
+            return RegistrySource(reference, mirrors.get(reference.registry, ()))
+        case "oci":
+            return FolderSource(reference, Path(reference.name))
+        case "archive":
+            return _archive(reference)
+    raise ImageError(f"{reference} is not in the cache: `rayapp images build` makes it")
+
+
+class RegistrySource:
+    """An image in a registry, or in one of its mirrors."""
+
+    def __init__(self, reference: Reference, mirrors: Sequence[str] = ()) -> None:
+        self._reference = reference
+        own = _DOCKER_API if reference.registry == "docker.io" else reference.registry
+        self._hosts = [*mirrors, own]
+        self._clients: dict[str, Any] = {}
+
+    def top(self) -> bytes:
+        return self.document(self._reference.digest or self._reference.tag, is_manifest=True)
+
+    def document(self, digest: str, *, is_manifest: bool) -> bytes:
+        with self._asked(f"{'manifests' if is_manifest else 'blobs'}/{digest}") as answer:
+            if answer is not None:
+                return _read(answer.raw, str(self._reference))
+        raise ImageError(f"image {self._reference} is not in {self._hosts[-1]}: check its name")
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        for pause_s in [*list(zip(pauses_s(1.0, 10.0), range(_ATTEMPTS), strict=False)), None]:
+            try:
+                self._continue(layer, target, on_bytes)
+            except OSError as error:
+                if pause_s is None:
+                    raise SandboxUnavailableError(
+                        f"{self._what(layer)} can't be downloaded: {one_line(error)}"
+                    ) from error
+                time.sleep(pause_s[0])
+            else:
+                return
+
+    def _continue(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        with target.open("ab") as file:
+            begun = file.tell()
+            if layer.size and begun == layer.size:
+                return
+            headers = {"Range": f"bytes={begun}-"} if begun else {}
+            with self._asked(f"blobs/{layer.digest}", headers) as answer:
+                if answer is None:
+                    raise ImageError(f"{self._what(layer)} is missing in {self._hosts[-1]}")
+                if begun and answer.status_code != 206:
+                    file.truncate(0)
+                    begun = 0
+                _copy(answer.raw, file, layer.size - begun if layer.size else None, on_bytes)
+            if layer.size and file.tell() != layer.size:
+                raise ConnectionError(f"{file.tell()} of {layer.size} bytes came")
+
+    @contextmanager
+    def _asked(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[Any]:
+        """Yield the answer of the first host that has this path; None if all say that they lack it."""
+        import requests
+
+        problem, status = "", 0
+        for host in self._hosts:
+            try:
+                answer = self._ask(host, path, headers or {})
+            except requests.RequestException as error:
+                problem, status = one_line(error), 0
+                continue
+            except (ValueError, AttributeError):  # of oras: it has no credentials for this host
+                status = 401
+                continue
+            status, problem = answer.status_code, f"it answered {answer.status_code}"
+            with answer:
+                if status in (200, 206):
+                    yield answer
+                    return
+        if status in (401, 403):
+            raise ImageError(
+                f"image {self._reference}: {self._hosts[-1]} refused access. Check the name, or log in with "
+                "`docker login` (or write ~/.docker/config.json)"
+            )
+        if status != 404:
+            raise SandboxUnavailableError(f"image {self._reference}: {self._hosts[-1]} can't be asked: {problem}")
+        yield None
+
+    def _ask(self, host: str, path: str, headers: Mapping[str, str]) -> Any:
+        client = self._client(host)
+        url = f"{client.prefix}://{_bare(host)}/v2/{self._reference.name}/{path}"
+        # Without oras's decorator, which repeats failed calls for two minutes before it says so.
+        ask = type(client).do_request.__wrapped__
+        accepted = {"Accept": ", ".join(MANIFEST_TYPES)} if path.startswith("manifests/") else {}
+        return ask(client, url, "GET", headers={**accepted, **headers, "Accept-Encoding": "identity"}, stream=True)
+
+    def _client(self, host: str) -> Any:
+        if host not in self._clients:
+            self._clients[host] = _client(host, self._reference.name)
+        return self._clients[host]
+
+    def _what(self, layer: Layer) -> str:
+        return f"layer {layer.digest} of image {self._reference}"
+
+
+def _client(host: str, name: str) -> Any:
+    """Make a client of oras for one host, with credentials and time limits."""
+    import oras.container
+    import oras.provider
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class Timed(HTTPAdapter):
+        def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
+            return super().send(request, *args, **{**options, "timeout": (_CONNECT_S, _READ_S)})
+
+    bare = _bare(host)
+    is_plain = host.startswith("http://") or bare.rpartition(":")[0] in _LOOPBACK or bare in _LOOPBACK
+    scheme = "http" if is_plain else "https"
+    probe = requests.Session()
+    probe.mount(f"{scheme}://", Timed())
+    with probe.get(f"{scheme}://{bare}/v2/") as answer:
+        is_basic = answer.headers.get("Www-Authenticate", "").lower().startswith("basic")
+    client = oras.provider.Registry(bare, insecure=is_plain, auth_backend="basic" if is_basic else "token")
+    client.session.mount(f"{scheme}://", Timed())
+    container = oras.container.Container(f"{bare}/{name}")
+    if bare == _DOCKER_API:
+        container.registry = _DOCKER_KEY
+    client.auth.load_configs(container)
+    return client
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("http://").removeprefix("https://").rstrip("/")
+
+
+def _copy(source: Any, target: IO[bytes], most: int | None, on_bytes: OnBytes) -> None:
+    import urllib3
+
+    left = most
+    try:
+        while left is None or left > 0:
+            data = source.read(_CHUNK if left is None else min(_CHUNK, left))
+            if not data:
+                return
+            target.write(data)
+            on_bytes(len(data))
+            left = None if left is None else left - len(data)
+    except urllib3.exceptions.HTTPError as error:
+        raise ConnectionError(str(error)) from error
+
+
+def _read(source: Any, what: str) -> bytes:
+    data: bytes = source.read(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ImageError(f"a document of image {what} has more than {MAX_DOCUMENT_BYTES} bytes")
+    return data
+
+
+class FolderSource:
+    """An image in a folder in OCI's layout."""
+
+    def __init__(self, reference: Reference, folder: Path) -> None:
+        self._reference = reference
+        self._folder = folder
+
+    def top(self) -> bytes:
+        return _named_in(self._small("index.json"), self._reference)
+
+    def document(self, digest: str, *, is_manifest: bool) -> bytes:
+        return self._small(_blob(digest))
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        try:
+            shutil.copyfile(self._folder / _blob(layer.digest), target)
+        except OSError as error:
+            raise ImageError(f"layer {layer.digest} of image {self._reference} can't be read: {error}") from error
+        on_bytes(target.stat().st_size)
+
+    def _small(self, path: str) -> bytes:
+        try:
+            with (self._folder / path).open("rb") as file:
+                return _read(file, str(self._reference))
+        except OSError as error:
+            raise ImageError(
+                f"image {self._reference} can't be read: {error.strerror}: {self._folder / path}"
+            ) from error
+
+
+class ArchiveSource:
+    """An image in an archive whose members are those of OCI's layout."""
+
+    def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
+        self._reference = reference
+        self._archive = archive
+
+    def top(self) -> bytes:
+        return _named_in(self._small("index.json"), self._reference)
+
+    def document(self, digest: str, *, is_manifest: bool) -> bytes:
+        return self._small(_blob(digest))
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        # An archive is read at one place at a time, and layers are fetched by several threads.
+        with tarfile.open(self._archive.name) as own, target.open("wb") as file:
+            _copy(_member(own, self.path_of(layer), self._reference), file, None, on_bytes)
+
+    def path_of(self, layer: Layer) -> str:
+        return _blob(layer.digest)
+
+    def _small(self, path: str) -> bytes:
+        return _read(_member(self._archive, path, self._reference), str(self._reference))
+
+
+class SavedSource(ArchiveSource):
+    """An image in an archive of `docker save`, before Docker 25. Its layers have no digests until they are unpacked."""
+
+    def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
+        super().__init__(reference, archive)
+        entry = self._entry()
+        self._config = self._small(str(entry.get("Config")))
+        paths = [str(path) for path in entry.get("Layers") or ()]
+        diff_ids = (document(self._config, f"image {reference}").get("rootfs") or {}).get("diff_ids") or []
+        self._paths = dict(zip(map(str, diff_ids), paths, strict=False))
+
+    def top(self) -> bytes:
+        import json
+
+        layers = [{"digest": diff_id} for diff_id in self._paths]
+        return json.dumps({"config": {"digest": digest_of(self._config)}, "layers": layers}).encode()
+
+    def document(self, digest: str, *, is_manifest: bool) -> bytes:
+        return self._config
+
+    def path_of(self, layer: Layer) -> str:
+        return self._paths[layer.diff_id]
+
+    def _entry(self) -> dict[str, Any]:
+        import json
+
+        entries = json.loads(self._small("manifest.json"))
+        tags = [[str(tag) for tag in entry.get("RepoTags") or ()] for entry in entries]
+        wanted = self._reference.tag
+        for entry, names in zip(entries, tags, strict=True):
+            if not wanted or any(wanted in (name, *name.rsplit(":", 1)) for name in names):
+                return dict(entry)
+        raise ImageError(f"image {self._reference} is not in the archive, which has {tags}")
+
+
+def _archive(reference: Reference) -> ArchiveSource:
+    try:
+        archive = tarfile.open(reference.name)  # noqa: SIM115  (the source keeps it open)
+        names = archive.getnames()
+    except (OSError, tarfile.TarError) as error:
+        raise ImageError(f"image {reference} can't be read: {one_line(error)}") from error
+    if "index.json" in names:
+        return ArchiveSource(reference, archive)
+    if "manifest.json" in names:
+        return SavedSource(reference, archive)
+    raise ImageError(f"{reference.name} is no archive of an image: it has neither index.json nor manifest.json")
+
+
+def _member(archive: tarfile.TarFile, path: str, reference: Reference) -> IO[bytes]:
+    try:
+        found = archive.extractfile(path)
+    except (KeyError, OSError, tarfile.TarError):
+        found = None
+    if found is None:
+        raise ImageError(f"image {reference} is damaged: {path} is missing in it")
+    return found
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def _named_in(index: bytes, reference: Reference) -> bytes:
+    """Return the part of a layout's index that a name means: one entry, as an index of its own."""
+    import json
+
+    found = document(index, f"the index of image {reference}")
+    entries = [entry for entry in found.get("manifests") or () if isinstance(entry, dict)]
+    if reference.tag:
+        names = [(entry.get("annotations") or {}).get(_NAME, "") for entry in entries]
+        entries = [entry for entry, name in zip(entries, names, strict=True) if name == reference.tag]
+        if not entries:
+            raise ImageError(f"image {reference} is not in its layout, which has {', '.join(map(str, names))}")
+    return json.dumps({**found, "manifests": entries}).encode()

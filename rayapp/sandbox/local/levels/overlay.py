@@ -1,0 +1,108 @@
+"""An image as the root of executions: an overlay of its tree, read-only, and a tmpfs that holds all that code writes.
+
+    FOLDER/           tmpfs: the writable part, with the sandbox's disk as its size
+    FOLDER/root       the overlay; /dev and /dev/shm are mounted in it, and by each execution its own /proc
+
+Two of them serve a sandbox: one holds its files, the other is for function calls, which see none of them. Used by
+`namespaces.py` in the template and its children.
+"""
+
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH102
+from __future__ import annotations
+
+import ctypes
+import os
+
+from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp
+from rayapp.sandbox.local.levels.level import Place
+from rayapp.sandbox.local.levels.limits import MIB
+
+_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME
+_PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
+_LEAST_FILES, _FILES_PER_MIB = 1024, 16
+_WRITTEN = ("up", "shm")
+"""Folders that hold everything that executions write."""
+_filter = bytearray(rules.closing(is_of_image=True))
+
+
+class ImageMount:
+    """One mounted image, or none yet."""
+
+    def __init__(self, folder: str, trees: int, *, has_loopback: bool) -> None:
+        """
+        Args:
+            folder: empty folder to mount on.
+            trees: descriptor of the folder with all trees.
+        """
+        self._folder = folder
+        self._root = f"{folder}/root"
+        self._trees = trees
+        self._has_loopback = has_loopback
+        self._mounted = ("", 0)
+        """Name of the tree and size in MiB."""
+        self._is_stale = True
+        self._untouched = b""
+        self._ruleset = -1
+        self._seen = [ctypes.create_string_buffer(kernel.STATX_BYTES) for _ in _WRITTEN]
+        seen = zip(_WRITTEN, self._seen, strict=True)
+        self._look = [kernel.statx_step(f"{folder}/{path}", buffer) for path, buffer in seen]
+        self.steps: list[kernel.Step] = []
+        """Calls with which a child confines itself, once it has entered."""
+
+    def forget(self) -> None:
+        """Mount anew for the next execution, whatever was written."""
+        self._is_stale = True
+
+    def prepare(self, place: Place) -> None:
+        """Mount the image of this place, unless that is done and may be used again."""
+        if self._is_stale or self._mounted != (place.image, place.disk_mib):
+            self._renew(place)
+
+    def is_untouched(self) -> bool:
+        """Return True if executions have written nothing. Otherwise the next one gets a new mount."""
+        self._is_stale |= self._untouched != self._facts()
+        return not self._is_stale
+
+    def enter(self, *, with_proc: bool) -> None:
+        """Make the image the root of this process, a child; with its own /proc if the level has one."""
+        if with_proc:
+            kernel.unshare(kernel.CLONE_NEWNS)
+            # Read-only: Landlock lets code write to all of the image.
+            kernel.mount("proc", f"{self._root}/proc", "proc", _PROC_FLAGS, "subset=pid")
+        os.chroot(self._root)
+        os.chdir("/")
+
+    def _renew(self, place: Place) -> None:
+        if self._mounted[0]:
+            kernel.umount(self._folder, kernel.MNT_DETACH)
+            os.close(self._ruleset)
+        self._mounted = ("", 0)
+        files = max(_LEAST_FILES, _FILES_PER_MIB * place.disk_mib)
+        size = f"size={place.disk_mib * MIB},nr_inodes={files},mode=755"
+        kernel.mount("tmpfs", self._folder, "tmpfs", _FLAGS, size)
+        self._mounted = (place.image, place.disk_mib)
+        self._mount_root(place.image)
+        self._ruleset = landlock.create_ruleset()
+        landlock.allow(self._ruleset, self._root, landlock.read_write())
+        if self._has_loopback:
+            landlock.allow_port(self._ruleset, loopback.PORT)
+        closing = seccomp.installation(_filter)
+        self.steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
+        self._is_stale, self._untouched = False, self._facts()
+
+    def _mount_root(self, tree: str) -> None:
+        for name in (*_WRITTEN, "work", "root"):
+            os.mkdir(f"{self._folder}/{name}", 0o755)
+        # Relative to a descriptor: no path leads to the trees.
+        os.fchdir(self._trees)
+        layers = f"lowerdir={tree},upperdir={self._folder}/up,workdir={self._folder}/work,userxattr"
+        kernel.mount("overlay", self._root, "overlay", _FLAGS, layers)
+        os.chdir("/")
+        kernel.mount("/dev", f"{self._root}/dev", "", kernel.MS_BIND | kernel.MS_REC)
+        kernel.mount(f"{self._folder}/shm", f"{self._root}/dev/shm", "", kernel.MS_BIND)
+
+    def _facts(self) -> bytes:
+        """Return facts about the writable part that change whenever its content does."""
+        kernel.take(self._look)
+        return b"".join(seen.raw for seen in self._seen)

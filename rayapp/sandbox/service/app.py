@@ -1,0 +1,208 @@
+"""The sandbox service: the pool of sandboxes for other programs, over MCP and whatever routes the caller adds.
+
+POST/GET/DELETE /mcp   streamable HTTP of MCP
+GET /metrics           counts of clients and pool, for Prometheus
+GET /health            the pool's counts; the only route without a key
+further routes         given by the caller, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
+
+Clients send their key in E2B-API-KEY or as a bearer token. `_Guard` checks it, bounds the request's body and counts the
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from mcp.server.mcpserver import MCPServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError
+from rayapp.sandbox.pool.build import open_pool
+from rayapp.sandbox.pool.pool import LeasePool
+from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
+from rayapp.sandbox.service.mcp_tools import SandboxTools, ServerLimits
+from rayapp.sandbox.service.sessions import SessionId, Sessions
+
+PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
+MAX_BODY_BYTES = 24 << 20
+_MAX_CONNECTIONS = 4096
+_STOP_GRACE_S = 5.0
+MoreRoutes = Callable[[Clients], Sequence[Route]]
+
+
+@asynccontextmanager
+async def serving(
+    config: SandboxConfig,
+    *,
+    keys: Mapping[str, str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: ServerLimits | None = None,
+    lease_timeout_s: float = 120.0,
+    max_leases_per_client: int = 0,
+    more_routes: MoreRoutes = lambda clients: (),
+) -> AsyncIterator[str]:
+    """Serve until the block is left, then end every sandbox. Yields the address, e.g. `http://127.0.0.1:8082`.
+
+    Args:
+        keys: keys by client name; empty accepts every client.
+        port: 0 takes a free one.
+        lease_timeout_s: longest wait for a sandbox.
+        max_leases_per_client: sandboxes of one client at once; 0: as many as there are.
+        more_routes: makes further routes, behind the same guard.
+    Raises:
+        ConfigError: the address is not available.
+        SandboxConfigError: a provider's package or key is missing.
+    """
+    limits = limits or ServerLimits(max_sandbox_ttl_s=config.lease_ttl_s, passes_templates=config.local is None)
+    with _listening(host, port) as listener:
+        address = f"{host}:{listener.getsockname()[1]}"
+        async with open_pool(config, f"sandbox-service-{address}") as (sandboxes, pool):
+            clients = Clients(keys, sandboxes, pool, max_leases=max_leases_per_client)
+            sessions = Sessions(clients, lease_timeout_s=lease_timeout_s)
+            app = _Guard(_application(sessions, limits, pool, clients, host, more_routes(clients)), clients, sessions)
+            server = _Server(_uvicorn_config(app))
+            running = asyncio.create_task(server.serve(sockets=[listener]), name="sandbox service")
+            try:
+                while not server.started and not running.done():  # noqa: ASYNC110  (uvicorn tells in no other way)
+                    await asyncio.sleep(0.01)
+                yield f"http://{address}"
+            finally:
+                server.should_exit = True
+                await asyncio.wait({running}, timeout=_STOP_GRACE_S)
+                running.cancel()
+                clients.rest()
+                await asyncio.shield(sessions.close())
+
+
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=30,
+        limit_concurrency=_MAX_CONNECTIONS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the caller: uvicorn would end the process in the middle of the clean-up."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}. Choose another --port") from error
+
+
+def _application(
+    sessions: Sessions, limits: ServerLimits, pool: LeasePool, clients: Clients, host: str, more: Sequence[Route]
+) -> Starlette:
+    server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.", log_level="WARNING")
+    tools = SandboxTools(sessions, limits)
+    for tool in (tools.run_code, tools.run_code_once, tools.run_command):
+        server.add_tool(tool, structured_output=True)
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
+
+    async def metrics(request: Request) -> Response:
+        return Response(clients.metrics(), media_type="text/plain; version=0.0.4")
+
+    server.custom_route(HEALTH_PATH, methods=["GET"])(health)
+    server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
+    # JSON, not an event stream: each call has one answer, and clients cap the size of events.
+    app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
+    app.router.routes.extend(more)
+    return app
+
+
+class _Guard:
+    """Checks the key, bounds the body, counts the answer, and ends a session's sandbox with its session.
+
+    It lists the routes without a key, not those with one: the router behind it matches more spellings of a path than
+    one expects (its pattern ends in `$`, which also matches before a newline: `/mcp%0A` is `/mcp`).
+    """
+
+    def __init__(self, app: Starlette, clients: Clients, sessions: Sessions) -> None:
+        self._app = app
+        self._clients = clients
+        self._sessions = sessions
+        self._paths = {route.path for route in app.routes if isinstance(route, Route)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)  # AssertionError for a websocket, which uvicorn is configured to refuse
+        is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
+        client = "" if is_open else self._client(request)
+        if client is None:
+            await _refusal(401, "missing or wrong key: send it as E2B-API-KEY or as a bearer token")(
+                scope, receive, send
+            )
+            return
+        if (refusal := _size_refusal(request)) is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._counted(_named(scope, client), receive, send, client)
+        if request.method == "DELETE":
+            await self._sessions.end(SessionId(client, request.headers.get("mcp-session-id", "")))
+
+    def _client(self, request: Request) -> str | None:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = (request.headers.get("e2b-api-key", ""), bearer)
+        return self._clients.named(given, request.client.host if request.client else "")
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
+        started, status = time.monotonic(), 500
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            route = scope["path"] if scope["path"] in self._paths else "other"
+            if client:
+                self._clients.count(client, route, status, time.monotonic() - started)
+
+
+def _named(scope: Scope, client: str) -> Scope:
+    """Return the request with the client's name in a header, in place of one that the client sent."""
+    name = CLIENT_HEADER.encode()
+    headers = [(key, value) for key, value in scope["headers"] if key.lower() != name]
+    return {**scope, "headers": [*headers, (name, client.encode())]}
+
+
+def _size_refusal(request: Request) -> JSONResponse | None:
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or not length.isdecimal():
+        return _refusal(411, "the request must give its length: send Content-Length, not chunks")
+    if int(length) > MAX_BODY_BYTES:
+        return _refusal(413, f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
+    return None
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"code": status, "message": message}, status_code=status)

@@ -1,0 +1,198 @@
+"""Clients of the sandbox service: their keys, their shares of the pool, and the metrics that name them.
+
+    request -> key -> client name -> at most `max_leases` sandboxes at once -> the pool, which serves clients in turn
+
+The guard of `app.py` finds the client of a request and passes its name on in `CLIENT_HEADER`; a client can't set it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rayapp.core.errors import ConfigError, SandboxUnavailableError
+from rayapp.core.protocols import Sandbox, SandboxLease
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.pool import LeasePool
+
+CLIENT_HEADER = "x-rayapp-client"
+ONLY_CLIENT = "default"
+"""Name of the client of a service with one key."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_CLIENTS = 1000
+_SHORTEST_KEY_CHARS = 16
+_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """Read a file of clients, one `NAME KEY` a line; `#` starts a comment. Returns keys by client name.
+
+    Raises:
+        ConfigError: a line is malformed, a name or key is repeated, a key is shorter than 16 characters, or the file
+            names no client.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not _NAME.fullmatch(words[0]) or len(words[1]) < _SHORTEST_KEY_CHARS:
+            raise ConfigError(
+                f"{file}, line {number}: expected NAME KEY, a name of letters, digits and ._- and a key of at least "
+                f"{_SHORTEST_KEY_CHARS} characters"
+            )
+        if words[0] in found or words[1] in found.values():
+            raise ConfigError(f"{file}, line {number}: this name or key stands in an earlier line; make each unique")
+        found[words[0]] = words[1]
+    if not found:
+        raise ConfigError(f"{file} names no client: write one NAME KEY a line")
+    return found
+
+
+class Clients:
+    """Finds the client of a request, and leases sandboxes in its name.
+
+    Args:
+        keys: keys by client name; empty: every address is a client of its own, and needs no key.
+        sandboxes: client of the pool, whose connection all clients of the service share.
+        pool: the pool itself, for its counts.
+        max_leases: sandboxes of one client at once; 0: as many as the pool has.
+    """
+
+    def __init__(self, keys: Mapping[str, str], sandboxes: PoolClient, pool: LeasePool, *, max_leases: int = 0) -> None:
+        self._keys = {name: key.encode() for name, key in keys.items()}
+        self._sandboxes = sandboxes
+        self._pool = pool
+        self._max_leases = max_leases or pool.max_leases
+        self._shares: dict[str, Share] = {}
+        self._metrics = _Metrics(pool)
+
+    def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
+        """Return the name of the client with one of these keys; None: the request must be refused."""
+        if not self._keys:
+            return address
+        encoded = [key.encode() for key in given_keys]
+        names = [name for name, key in self._keys.items() for given in encoded if hmac.compare_digest(key, given)]
+        return names[0] if names else None
+
+    def of(self, name: str) -> Share:
+        """Return this client's share of the pool."""
+        share = self._shares.get(name)
+        if share is None:
+            self._forget_idle()
+            own = replace(self._sandboxes, holder=f"{self._sandboxes.holder}/{name}")
+            leased = self._metrics.leased.labels(client=self._label(name))
+            share = self._shares[name] = Share(own, self._max_leases, leased)
+        return share
+
+    def metrics(self) -> bytes:
+        """Return the counts of clients and pool in Prometheus' text format."""
+        return self._metrics.text()
+
+    def count(self, name: str, route: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        self._metrics.answered(self._label(name), route, status, seconds)
+
+    def rest(self) -> None:
+        """Stop the heartbeats of all clients, at the service's end."""
+        for share in self._shares.values():
+            share.sandboxes.rest()
+
+    def _label(self, name: str) -> str:
+        """Return the client's name in the metrics. Addresses, of which there is no end, share one."""
+        return name if self._keys else "any"
+
+    def _forget_idle(self) -> None:
+        """Keep at most 1,000 shares: without keys, each address is a client."""
+        if len(self._shares) >= _MAX_CLIENTS:
+            idle = [name for name, share in self._shares.items() if not share.num_users]
+            if not idle:
+                raise SandboxUnavailableError(f"{_MAX_CLIENTS} clients use sandboxes at once, the most there may be")
+            self._shares.pop(idle[0]).sandboxes.rest()
+
+
+class Share:
+    """One client's share of the pool; see `rayapp.core.protocols.SandboxSource`."""
+
+    def __init__(self, sandboxes: PoolClient, max_leases: int, leased: Gauge) -> None:
+        self.sandboxes = sandboxes
+        self.places = asyncio.Semaphore(max_leases)
+        self.leased = leased
+        self.num_users = 0
+        """Leases held or waited for."""
+
+    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease:
+        """Lease a sandbox. A client that holds its whole share waits until it gives one back."""
+        return _ClientLease(self, spec, timeout_s)
+
+    @asynccontextmanager
+    async def sandbox(self, spec: SandboxSpec, timeout_s: float) -> AsyncIterator[Sandbox]:
+        self.num_users += 1
+        try:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.places.acquire()
+            except TimeoutError:
+                raise SandboxUnavailableError(
+                    f"{self.sandboxes.holder} holds as many sandboxes as a client may; none was free in {timeout_s:g} s"
+                ) from None
+            try:
+                left_s = max(0.001, timeout_s - (time.monotonic() - started))
+                async with self.sandboxes.lease(spec, timeout_s=left_s) as sandbox:
+                    self.leased.inc()
+                    try:
+                        yield sandbox
+                    finally:
+                        self.leased.dec()
+            finally:
+                self.places.release()
+        finally:
+            self.num_users -= 1
+
+
+class _ClientLease:
+    """A lease in a client's name; see `rayapp.core.protocols.SandboxLease`."""
+
+    def __init__(self, share: Share, spec: SandboxSpec, timeout_s: float) -> None:
+        self._held = share.sandbox(spec, timeout_s)
+
+    async def __aenter__(self) -> Sandbox:
+        return await self._held.__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._held.__aexit__(None, None, None)
+
+
+class _Metrics:
+    """The service's Prometheus metrics: requests by client, and the pool's counts as they are when asked for."""
+
+    def __init__(self, pool: LeasePool) -> None:
+        self._pool = pool
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "rayapp_sandbox_requests", "Answered requests", ("client", "route", "status"), registry=registry
+        )
+        self._seconds = Histogram(
+            "rayapp_sandbox_request_seconds", "Seconds to answer", ("client",), buckets=_BUCKETS_S, registry=registry
+        )
+        self.leased = Gauge("rayapp_sandbox_leased_by", "Sandboxes held", ("client",), registry=registry)
+        self._counts = Gauge("rayapp_sandbox_pool", "Counts of the pool", ("name",), registry=registry)
+
+    def answered(self, client: str, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(client=client, route=route, status=str(status)).inc()
+        self._seconds.labels(client=client).observe(seconds)
+
+    def text(self) -> bytes:
+        for name, value in self._pool.stats().items():
+            self._counts.labels(name=name.removeprefix("sandbox/")).set(value)
+        return generate_latest(self._registry)

@@ -1,0 +1,150 @@
+"""Programming languages of whole programs besides Python: how an answer in them is found, compiled once, and run.
+
+    answer -> its last block of the language (text process) -> source file in the leased sandbox
+           -> compile step, with limits of its own -> one execution per test
+
+The compilers are those of the sandbox: of this machine's /usr for local sandboxes, else of the template or image.
+Imported by the text process, so it may import only the standard library and modules that do the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rayapp.core.errors import InputError
+from rayapp.tasks.extraction import marked_block
+
+MISSING = 113
+"""Exit status of a compile step whose compiler is not in the sandbox."""
+_JVM = ("-XX:+UseSerialGC", "-XX:CompressedClassSpaceSize=64m", "-XX:ReservedCodeCacheSize=48m", "-XX:-UsePerfData")
+_ONE_ARENA = ("env", "MALLOC_ARENA_MAX=1")
+"""Without it each thread of a JVM maps 64 MiB, which count as address space."""
+_PUBLIC_CLASS = re.compile(r"^[ \t]*public\s+(?:(?:final|abstract|strictfp)\s+)*class\s+(\w+)", re.MULTILINE)
+_ANY_CLASS = re.compile(r"\bclass\s+(\w+)")
+_MAIN = re.compile(r"\bstatic\s+void\s+main\s*\(")
+_COMPILE = """
+command -v "$0" > /dev/null || exit 113
+if "$@" > .compiled 2>&1; then exit 0; fi
+head -c 2000 .compiled; exit 1
+"""
+_LIMITED = 'ulimit -v "$0"; exec "$@"'
+_SPARE_MIB = 32
+"""Address space of an empty program, above the limit that a test has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """One language."""
+
+    name: str
+    """Name in prompts and messages."""
+    key: str
+    """Value of the field `language` in a ground truth."""
+    fences: tuple[str, ...]
+    """Languages of fenced blocks that hold it, the first as prompts ask for it."""
+    file: str
+    """Source file; {} stands for the main class."""
+    compile: tuple[str, ...]
+    """Command that compiles the file, or checks its syntax. Its first word is the program that has to be there."""
+    run: tuple[str, ...]
+    """Command of one test; {} stands for the main class, {mib} for the memory limit."""
+    nothing: str
+    """A program that does nothing."""
+    compile_mib: int = 768
+    """Minimum memory of its sandboxes, in MiB, which the compiler needs."""
+    extra_mib: int = 0
+    """Memory that the language's runtime needs beside the program's."""
+    has_limit: bool = True
+    """The limit of a test's memory is set on its address space; False if the command sets it, or the sandbox does."""
+    disk_mib: int = 32
+    max_processes: int = 16
+
+    def main_class(self, code: str) -> str:
+        """Return the class with the program's `main`, which names the source file; only Java has one."""
+        if "{}" not in self.file:
+            return ""
+        if (found := _PUBLIC_CLASS.search(code)) is not None:
+            return found[1]
+        main = _MAIN.search(code)
+        classes = _ANY_CLASS.findall(code[: main.start()] if main else code)
+        return classes[-1] if classes else "Main"
+
+    def compile_command(self, main_class: str) -> list[str]:
+        """Return the compile step: status 0, MISSING, or 1 with the first messages on standard output."""
+        words = [word.replace("{}", main_class) for word in self.compile]
+        program = next(word for word in words if "=" not in word and word != "env")
+        return ["sh", "-c", _COMPILE, program, *words]
+
+    def run_command(self, main_class: str, memory_mib: int) -> list[str]:
+        words = [word.replace("{}", main_class).replace("{mib}", str(memory_mib)) for word in self.run]
+        limit = str((memory_mib + _SPARE_MIB) << 10)
+        return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit else words
+
+
+_CPP = Language(
+    name="C++", key="cpp", fences=("cpp", "c++", "cc", "cxx"), file="main.cpp", run=("./main",),
+    compile=("g++", "-O2", "-std=c++17", "-w", "-o", "main", "main.cpp"), nothing="int main() {}",
+)  # fmt: skip
+_C = Language(
+    name="C", key="c", fences=("c",), file="main.c", run=("./main",),
+    compile=("gcc", "-O2", "-std=gnu11", "-w", "-o", "main", "main.c", "-lm"), nothing="int main(void) { return 0; }",
+)  # fmt: skip
+_JAVA = Language(
+    name="Java", key="java", fences=("java",), file="{}.java",
+    compile=(*_ONE_ARENA, "javac", *(f"-J{each}" for each in _JVM), "-J-Xmx384m", "-nowarn", "-d", ".", "{}.java"),
+    run=(*_ONE_ARENA, "java", *_JVM, "-Xmx{mib}m", "-Xss16m", "-cp", ".", "{}"),
+    nothing="public class Main { public static void main(String[] arguments) {} }",
+    compile_mib=1536, extra_mib=1280, has_limit=False, max_processes=64,
+)  # fmt: skip
+_GO = Language(
+    name="Go", key="go", fences=("go", "golang"), file="main.go", run=("./main",),
+    compile=("env", "GO111MODULE=off", "GOCACHE=/tmp/.go", "HOME=/tmp", "CGO_ENABLED=0", "GOFLAGS=-p=1",
+             "go", "build", "-o", "main", "main.go"),
+    nothing="package main\n\nfunc main() {}", compile_mib=1024, extra_mib=256, has_limit=False, disk_mib=256,
+    max_processes=64,
+)  # fmt: skip
+_RUST = Language(
+    name="Rust", key="rust", fences=("rust", "rs"), file="main.rs", run=("./main",),
+    compile=("rustc", "-O", "--edition", "2021", "-A", "warnings", "-o", "main", "main.rs"), nothing="fn main() {}",
+    compile_mib=1536, disk_mib=64, max_processes=64,
+)  # fmt: skip
+_JAVASCRIPT = Language(
+    name="JavaScript", key="javascript", fences=("javascript", "js", "node"), file="main.js",
+    compile=("node", "--check", "main.js"), run=("node", "--max-old-space-size={mib}", "main.js"), nothing=";",
+    extra_mib=640, has_limit=False, max_processes=64,
+)  # fmt: skip
+_BASH = Language(
+    name="Bash", key="bash", fences=("bash", "sh", "shell"), file="main.sh", compile=("bash", "-n", "main.sh"),
+    run=("bash", "main.sh"), nothing=":",
+)  # fmt: skip
+LANGUAGES = (_CPP, _C, _JAVA, _GO, _RUST, _JAVASCRIPT, _BASH)
+_PYTHON = frozenset({"", "python", "python3", "py", "py3", "pypy3"})
+_VERSION = re.compile(r"(?<=[a-z+])\s*[(\d].*")
+
+
+def language_of(name: object) -> Language | None:
+    """Return the language that a row or an option names, e.g. `cpp`, `C++`, `C++17` or `GNU C++`; None for Python.
+
+    Raises:
+        InputError: no such language is known here.
+    """
+    given = str(name or "").strip().lower()
+    short = _VERSION.sub("", given.removeprefix("gnu ")).strip()
+    if given in _PYTHON or short in _PYTHON:
+        return None
+    for language in LANGUAGES:
+        if short in (language.key, language.name.lower(), *language.fences):
+            return language
+    known = ", ".join(("python", *(language.key for language in LANGUAGES)))
+    raise InputError(f"language {name!r:.60} is not known: it is one of {known}")
+
+
+def screen_program(completion: str, fences: Iterable[str]) -> tuple[str, str, str]:
+    """Return code, status and detail of an answer in another language than Python; the status is empty if it has code.
+
+    Called in the text process.
+    """
+    code = marked_block(completion, frozenset(fences))
+    return (code, "", "") if code else ("", "no_code", f"there is no block of {next(iter(fences))} in the completion")

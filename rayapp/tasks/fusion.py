@@ -1,0 +1,315 @@
+"""SandboxFusion's HTTP protocol over the sandbox service: for verl, the `sandbox-fusion` package and other clients.
+
+POST /run_code   one program in a new sandbox: its output and status
+POST /submit     a completion and its hidden tests: extracted, run and compared outside the sandbox
+GET /v1/ping     "pong"
+
+`/run_code` answers 504 when no sandbox was free in time: clients of SandboxFusion try that again. A row for `/submit`
+comes in `config.provided_data`: no data sets are installed here.
+
+Source: the request and response types of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rayapp.config.agent import CodeSection
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, SandboxUnavailableError
+from rayapp.core.protocols import Sandbox, SandboxSource
+from rayapp.core.types import ExecResult, SandboxSpec, StopCause
+from rayapp.sandbox.service.clients import CLIENT_HEADER, Clients
+from rayapp.sandbox.verdict.codec import off_the_loop
+from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError
+
+_MAX_FILES, _MAX_FILE_BYTES, _MAX_OUTPUT_BYTES = 64, 16 << 20, 1 << 20
+_MIN_MEMORY_MIB = 64
+_MAX_CONTAINERS = 200_000
+_SHELL_FILE = "rayapp_script.sh"
+T = TypeVar("T", bound=BaseModel)
+Seconds = Annotated[float, Field(gt=0, le=600)]
+Path = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class RunCode(_Request):
+    """A program to run."""
+
+    code: Annotated[str, Field(max_length=4 << 20)]
+    language: Annotated[str, Field(max_length=64)] = "python"
+    stdin: str | None = None
+    compile_timeout: Seconds = 10.0
+    run_timeout: Seconds = 10.0
+    memory_mib: Annotated[int | None, Field(ge=-1, le=1 << 20, alias="memory_limit_MB")] = None
+    """None, 0 or -1: the service's own limit."""
+    files: dict[Path, str | None] = Field(default={}, max_length=_MAX_FILES)
+    """Path -> base64 of the file's bytes; None: an empty file."""
+    fetch_files: list[Path] = Field(default=[], max_length=_MAX_FILES)
+
+
+class SubmitConfig(_Request):
+    """How to score a completion."""
+
+    dataset_type: str | None = None
+    language: str | None = None
+    run_timeout: Seconds = 20.0
+    provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
+
+
+class Submit(_Request):
+    """A completion to score."""
+
+    dataset: str = ""
+    id: int | str = 0
+    completion: Annotated[str, Field(max_length=4 << 20)]
+    config: SubmitConfig = SubmitConfig()
+
+
+def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
+    """Return a maker of the routes, for `rayapp.sandbox.service.app.serving`.
+
+    Args:
+        lease_timeout_s: longest wait for a sandbox.
+        max_memory_mib: the most memory that a request may ask for.
+    """
+
+    def routes(clients: Clients) -> list[Route]:
+        fusion = _Fusion(clients, lease_timeout_s, max_memory_mib)
+        return [
+            Route("/run_code", fusion.run_code, methods=["POST"]),
+            Route("/submit", fusion.submit, methods=["POST"]),
+            Route("/v1/ping", _ping, methods=["GET"]),
+        ]
+
+    return routes
+
+
+async def _ping(request: Request) -> Response:
+    return PlainTextResponse("pong")
+
+
+class _Fusion:
+    """The two routes that use sandboxes."""
+
+    def __init__(self, clients: Clients, lease_timeout_s: float, max_memory_mib: int) -> None:
+        self._clients = clients
+        self._lease_timeout_s = lease_timeout_s
+        self._max_memory_mib = max_memory_mib
+
+    async def run_code(self, request: Request) -> Response:
+        try:
+            asked = await _read(RunCode, request)
+            run = RUNNERS.get(asked.language)
+            if run is None:
+                raise InputError(f"language {asked.language!r} is not offered; there are: {', '.join(RUNNERS)}")
+            files = await asyncio.to_thread(_decoded, asked.files)
+            async with self._sandboxes(request).lease(self._spec(asked), timeout_s=self._lease_timeout_s) as sandbox:
+                for path, content in files.items():
+                    await sandbox.write_file(path, content)
+                ran = await run(sandbox, asked)
+                found = await _fetched(sandbox, asked.fetch_files)
+        except (ValidationError, InputError, OSError) as error:
+            return _answer(400, "Failed", _first_problem(error))
+        except SandboxUnavailableError as error:
+            return _answer(504, "SandboxError", f"no sandbox was free in time: {error}")
+        except SandboxError as error:
+            return _answer(200, "SandboxError", f"the sandbox failed: {error}")
+        return _answer(200, "Success" if ran.ok else "Failed", "", run_result=command_result(ran), files=found)
+
+    async def submit(self, request: Request) -> Response:
+        try:
+            asked = await _read(Submit, request)
+        except (ValidationError, InputError) as error:
+            return _answer(400, "Failed", _first_problem(error))
+        try:
+            problem = CodeProblem(
+                ground_truth=ground_truth(asked), rules=CodeSection(test_timeout_s=asked.config.run_timeout)
+            )
+            told = await problem.each_test(asked.completion, self._sandboxes(request))
+        except (InputError, SandboxConfigError) as error:
+            return _answer(400, "Failed", str(error))
+        except (TextTooCostlyError, TextReadingFailedError) as error:
+            told = [(f"the completion can't be read: {error}", 0.0)]
+        except SandboxUnavailableError as error:
+            return _answer(504, "SandboxError", f"no sandbox was free in time: {error}")
+        except SandboxError as error:
+            return _answer(500, "SandboxError", f"the sandbox failed: {error}")
+        return JSONResponse(
+            {
+                "id": asked.id,
+                "accepted": all(not problem for problem, _ in told),
+                "extracted_code": "",
+                "tests": [_test_result(*each) for each in told],
+            }
+        )
+
+    def _sandboxes(self, request: Request) -> SandboxSource:
+        return self._clients.of(request.headers[CLIENT_HEADER])
+
+    def _spec(self, asked: RunCode) -> SandboxSpec:
+        if asked.memory_mib is None or asked.memory_mib <= 0:
+            return SandboxSpec()
+        # Powers of two: each distinct spec is a kind of sandbox of its own.
+        wanted = max(_MIN_MEMORY_MIB, 1 << (asked.memory_mib - 1).bit_length())
+        return SandboxSpec(memory_mib=min(wanted, self._max_memory_mib))
+
+
+async def _read(kind: type[T], request: Request) -> T:
+    """Return the request's body.
+
+    Raises:
+        ValidationError: a field is wrong.
+        InputError: it is not an object, or has so many lists and objects that reading them would block the service.
+    """
+    body = await request.body()
+    if not body.lstrip().startswith(b"{"):
+        raise InputError("the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
+        raise InputError(f"the body holds more than {_MAX_CONTAINERS:,} lists and objects")
+    return await off_the_loop(len(body), lambda: kind.model_validate_json(body))
+
+
+async def _run_python(sandbox: Sandbox, asked: RunCode) -> ExecResult:
+    return await sandbox.run_code(
+        asked.code, timeout_s=asked.run_timeout, stdin=asked.stdin or "", max_output_bytes=_MAX_OUTPUT_BYTES
+    )
+
+
+async def _run_bash(sandbox: Sandbox, asked: RunCode) -> ExecResult:
+    await sandbox.write_file(_SHELL_FILE, asked.code.encode(errors="surrogateescape"))
+    return await sandbox.run_command(
+        ["/bin/bash", _SHELL_FILE],
+        timeout_s=asked.run_timeout,
+        stdin=asked.stdin or "",
+        max_output_bytes=_MAX_OUTPUT_BYTES,
+    )
+
+
+RUNNERS = {"python": _run_python, "bash": _run_bash}
+
+
+def command_result(ran: ExecResult) -> dict[str, Any]:
+    """Return an execution in SandboxFusion's form. Code that was stopped for its memory, output or processes counts as
+    finished with a status other than 0, as if the system had killed it.
+    """
+    is_late = ran.stopped_for in (StopCause.TIMEOUT, StopCause.CPU)
+    stderr = ran.stderr
+    if ran.stopped_for is not None and not is_late:
+        stderr += f"\nstopped: the limit of {ran.stopped_for.value} was reached"
+    return {
+        "status": "TimeLimitExceeded" if is_late else "Finished",
+        "execution_time": ran.duration_s,
+        "return_code": None if is_late else ran.exit_code or int(not ran.ok),
+        "stdout": ran.stdout,
+        "stderr": stderr,
+    }
+
+
+def ground_truth(asked: Submit) -> str:
+    """Return the tests of a submission as the ground truth of a code problem (`rayapp.tasks.code.formats`).
+
+    Raises:
+        InputError: there is no row, or its form is unknown.
+    """
+    row = asked.config.provided_data
+    if isinstance(row, list):
+        row = next((each for each in row if each.get("id") == asked.id), None)
+    if row is None:
+        raise InputError(
+            f"no data set is installed here, {asked.dataset!r} neither: send the row as config.provided_data"
+        )
+    match asked.config.dataset_type or asked.dataset:
+        case "HumanEvalDataset" | "humaneval_python":
+            labels = _struct(row.get("labels"))
+            fields = {"prompt": row.get("content"), "entry_point": labels.get("entry_point"), "test": row.get("test")}
+        case "MBPPDataset" | "mbpp":
+            setup = _struct(row.get("labels")).get("test_setup_code")
+            fields = {"test_list": _plain(row.get("test")), "test_setup_code": setup}
+        case _:
+            tests = _plain(row.get("test"))
+            fields = _of_oj(tests) if isinstance(tests, list) else {**row}
+    return json.dumps(fields)
+
+
+def _of_oj(tests: Sequence[Any]) -> dict[str, Any]:
+    pairs = [(_struct(_struct(test).get("input")), _struct(_struct(test).get("output"))) for test in tests]
+    if any("stdin" not in given or "stdout" not in wanted for given, wanted in pairs):
+        raise InputError("each of test must have input.stdin and output.stdout")
+    return {
+        "inputs": [given["stdin"] for given, _ in pairs],
+        "outputs": [wanted["stdout"] for _, wanted in pairs],
+    }
+
+
+def _plain(value: object) -> Any:
+    """Return a field that may come as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"a field of provided_data can't be read as JSON: {error}") from error
+
+
+def _struct(value: object) -> Mapping[str, Any]:
+    found = _plain(value) if value is not None else {}
+    if not isinstance(found, dict):
+        raise InputError(f"a field of provided_data must be a struct, not {found!r:.60}")
+    return found
+
+
+def _decoded(files: Mapping[str, str | None]) -> dict[str, bytes]:
+    found = {}
+    for path, content in files.items():
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise InputError(f"files: {path!r} must be relative and stay in the program's folder")
+        try:
+            found[path] = base64.b64decode(content or "", validate=True)
+        except ValueError as error:
+            raise InputError(f"files: {path!r} is not base64: {error}") from error
+    if sum(map(len, found.values())) > _MAX_FILE_BYTES:
+        raise InputError(f"files: more than {_MAX_FILE_BYTES >> 20} MiB in all")
+    return found
+
+
+async def _fetched(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
+    """Return files of the sandbox as base64; a file that is missing or can't be read is left out."""
+    found, left = {}, _MAX_FILE_BYTES
+    for path in paths:
+        try:
+            content = await sandbox.read_file(path, max_bytes=left)
+        except OSError:
+            continue
+        left = max(1, left - len(content))
+        found[path] = base64.b64encode(content).decode()
+    return found
+
+
+def _test_result(problem: str, seconds: float) -> dict[str, Any]:
+    status: Literal["Success", "Failed"] = "Failed" if problem else "Success"
+    run = {"status": "Finished", "execution_time": seconds, "return_code": int(bool(problem)), "stderr": problem}
+    return {"passed": not problem, "exec_info": {"status": status, "message": problem, "run_result": run, "files": {}}}
+
+
+def _answer(code: int, status: str, message: str, **fields: Any) -> JSONResponse:
+    body = {"status": status, "message": message, "compile_result": None, "run_result": None, "files": {}, **fields}
+    return JSONResponse(body, status_code=code)
+
+
+def _first_problem(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error)

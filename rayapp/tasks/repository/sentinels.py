@@ -1,0 +1,196 @@
+"""Draws sentinels: copies of hidden tests in which one expectation is wrong, so that right code must fail them. Pure.
+
+Tests that run beside the code they judge can be passed without being met: the code exits with success, patches the
+asserts, or returns an object that equals everything. Such code passes a sentinel as well, because it can't tell it from
+the test that it was made of. Code that meets the tests fails every sentinel.
+
+    assert median([4, 1, 3, 2]) == 2.5     ->  assert median([4, 1, 3, 2]) == 3.5
+    self.assertTrue(is_open(door))         ->  self.assertFalse(is_open(door))
+    with pytest.raises(ValueError): …      ->  with pytest.raises(BufferError): …
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rayapp.tasks.extraction import parse
+
+_RUNNERS = re.compile(r"\b(?:pytest|py\.test|unittest|nose2?)\b")
+_SKIPS = re.compile(r"skip|xfail|expectedFailure")
+_OPPOSITES = {
+    "assertTrue": "assertFalse", "assertIs": "assertIsNot", "assertIn": "assertNotIn",
+    "assertIsNone": "assertIsNotNone", "assertIsInstance": "assertNotIsInstance",
+    "assertLess": "assertGreaterEqual", "assertGreater": "assertLessEqual",
+}  # fmt: skip
+_OPPOSITES |= {opposite: name for name, opposite in _OPPOSITES.items()}
+_EQUALS = re.compile(r"assert(?:\w*Equals?|CountEqual)")
+_RAISES = frozenset({"pytest.raises", "self.assertRaises", "self.assertRaisesRegex"})
+_NEVER_RAISED = ("BufferError", "StopAsyncIteration", "UnicodeTranslateError", "ProcessLookupError", "TabError")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sentinel:
+    """One expectation of a hidden test that can be made wrong."""
+
+    file: str
+    test: str
+    """Name in the file: `test_total`, or `TestCart::test_total`."""
+    start: int
+    end: int
+    """Bytes of the file that are replaced."""
+    wrong: str
+    """Their replacement."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}::{self.test}"
+
+
+def run_by(script: str, files: Sequence[str]) -> list[str]:
+    """Return the Python test files that a script's text names; all test files if it only names a test runner."""
+    tests = [file for file in files if file.endswith(".py") and file.rpartition("/")[2].startswith("test")]
+    named = [file for file in tests if file.rpartition("/")[2].removesuffix(".py") in script]
+    return named or (tests if _RUNNERS.search(script) else [])
+
+
+def draw(files: Mapping[str, bytes], tests: Sequence[str], rng: random.Random) -> list[Sentinel]:
+    """Return sentinels of all tests in these files in random order: first one for each test, then the others."""
+    by_test: dict[str, list[Sentinel]] = {}
+    for file in tests:
+        for sentinel in _in_file(file, files[file], rng):
+            by_test.setdefault(sentinel.name, []).append(sentinel)
+    queues = [rng.sample(queue, len(queue)) for queue in by_test.values()]
+    firsts = [queue.pop() for queue in queues]
+    others = [sentinel for queue in queues for sentinel in queue]
+    return [*rng.sample(firsts, len(firsts)), *rng.sample(others, len(others))]
+
+
+def with_sentinels(files: Mapping[str, bytes], sentinels: Sequence[Sentinel]) -> dict[str, bytes]:
+    """Return the files with these expectations made wrong."""
+    changed = dict(files)
+    for each in sorted(sentinels, key=lambda each: each.start, reverse=True):
+        data = changed[each.file]
+        changed[each.file] = data[: each.start] + each.wrong.encode() + data[each.end :]
+    return changed
+
+
+def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
+    tree = parse(data.decode(errors="replace"))
+    # An undecodable byte or a form feed would shift the places.
+    if tree is None or b"\f" in data or b"\r" in data or data.decode(errors="replace").encode() != data:
+        return
+    lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
+    for name, function in _tests_of(tree.body):
+        for node, wrong in _expectations(function.body, data, lines, rng):
+            start, end = _span(node, lines)
+            yield Sentinel(file=file, test=name, start=start, end=end, wrong=wrong)
+
+
+def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the test functions and methods that are not marked to be skipped or to fail, by name."""
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if any(_SKIPS.search(ast.unparse(decorator)) for decorator in node.decorator_list):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from _tests_of(node.body, f"{above}{node.name}::")
+        elif node.name.startswith("test"):
+            yield above + node.name, node
+
+
+_Change = tuple[ast.expr, str]
+"""A node of a test and the text that replaces it."""
+_Text = partial[str]
+"""Returns the source text of a node."""
+
+
+def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
+    for node in body:
+        match node:
+            case ast.Assert(test=test):
+                yield _of_assert(test, partial(_text, data=data, lines=lines), rng)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
+                yield from _of_method(call, rng)
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
+                ast.unparse(func) in _RAISES
+            ):
+                yield kind, rng.choice([name for name in _NEVER_RAISED if name not in ast.unparse(kind)])
+            case ast.With(body=inside) | ast.For(body=inside):
+                yield from _expectations(inside, data, lines, rng)
+
+
+def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> _Change:
+    match test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+            return _wrong_side(left, right, rng)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return test, f"({text(operand)})"
+    return test, f"not ({text(test)})"
+
+
+def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
+    assert isinstance(call.func, ast.Attribute)
+    name = call.func.attr
+    if name in _OPPOSITES:
+        yield call.func, f"self.{_OPPOSITES[name]}"
+    elif _EQUALS.fullmatch(name) and "Not" not in name and len(call.args) > 1:
+        yield _wrong_side(call.args[0], call.args[1], rng)
+    elif f"self.{name}" in _RAISES and len(call.args) > 1:
+        yield call.args[0], rng.choice(_NEVER_RAISED)
+
+
+def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
+    """Return a change to the literal side of a comparison; without one, a drawn number for the right side."""
+    for side in (right, left):
+        if (found := _leaf(side, rng)) is not None:
+            return found
+    return right, str(rng.randint(1000, 99999))
+
+
+def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
+    """Return a change to one constant in a literal, or in `pytest.approx(literal)`; None for any other expression."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
+        node = node.args[0]
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    leaves = [leaf for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
+    if leaves:
+        leaf = rng.choice(leaves)
+        return leaf, _other(leaf.value, rng)
+    return node, f"[{rng.randint(0, 99)}]"
+
+
+def _other(value: object, rng: random.Random) -> str:
+    """Return the source of a constant of the same kind that is clearly different."""
+    match value:
+        case bool():
+            return str(not value)
+        case int():
+            return repr(value + (rng.choice([1, 2, 3]) if abs(value) < 10 else abs(value) * rng.randint(3, 9) // 10))
+        case float():
+            return repr(value + max(1.0, abs(value)) * rng.choice([0.5, 1.0]) if abs(value) < 1e300 else 0.5)
+        case str():
+            place, letter = rng.randint(0, len(value)), rng.choice("aeioust")
+            return repr(value[:place] + letter + value[place:])
+        case bytes():
+            return repr(value + bytes([rng.randint(97, 122)]))
+    return str(rng.randint(2, 99))
+
+
+def _text(node: ast.expr, *, data: bytes, lines: Sequence[int]) -> str:
+    start, end = _span(node, lines)
+    return data[start:end].decode()
+
+
+def _span(node: ast.expr, lines: Sequence[int]) -> tuple[int, int]:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset

@@ -1,0 +1,202 @@
+"""`rayapp sandbox serve` for clients of SandboxFusion: verl's scorer and the `sandbox-fusion` package, unchanged."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import sandbox_fusion as fusion
+from verl.utils.reward_score import default_compute_score
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def service(*arguments: str, **environment: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "rayapp", "sandbox", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving at "), line
+        yield line.split()[2]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with service("--no-key", "sandbox.providers=[{type: local, max_sandboxes: 2}]") as address:
+        yield address
+
+
+def run_code(url: str, **fields: Any) -> fusion.RunCodeResponse:
+    return fusion.run_code(fusion.RunCodeRequest(**{"language": "python", **fields}), endpoint=url, max_attempts=1)
+
+
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+TESTS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
+
+
+@pytest.mark.parametrize(
+    ("code", "share"),
+    [(SUM, 1.0), (SUM.replace("+", "-"), 0.0), (f"{SUM}\nif a == 3: raise ValueError", 2 / 3), ("while 1: pass", 0.0)],
+    ids=["right", "wrong", "raises once", "loops"],
+)
+def test_verl_scores_prime_code_rows_through_the_service(url: str, code: str, share: float) -> None:
+    score = default_compute_score(
+        "codecontests",
+        f"I think\n```python\n{code}\n```",
+        json.dumps(TESTS),
+        sandbox_fusion_url=f"{url}/run_code",
+        memory_limit_mb=1024,
+    )
+
+    assert score == pytest.approx(share)
+
+
+def test_verl_scores_functions_through_the_service(url: str) -> None:
+    tests = {"inputs": ["[1, 2]\n3", "[]\n1"], "outputs": ["[1, 2, 3]", "[1]"], "fn_name": "f"}
+    score = default_compute_score(
+        "apps", "```python\ndef f(a, b):\n    return a + [b]\n```", tests, sandbox_fusion_url=f"{url}/run_code"
+    )
+
+    assert score == 1.0
+
+
+def test_the_package_reads_output_status_and_files(url: str) -> None:
+    data = base64.b64encode(b"\x00\x01 of the client").decode()
+    done = run_code(
+        url,
+        code="import sys\nb = open('in/a.bin', 'rb').read()\nopen('out.bin', 'wb').write(b[::-1])\nsys.exit(len(b))",
+        files={"in/a.bin": data},
+        fetch_files=["out.bin", "missing"],
+    )
+
+    assert done.status == fusion.RunStatus.Failed
+    assert done.run_result is not None
+    assert (done.run_result.status.value, done.run_result.return_code) == ("Finished", 16)
+    assert {path: base64.b64decode(text) for path, text in done.files.items()} == {"out.bin": b"tneilc eht fo \x01\x00"}
+
+
+def test_a_program_that_takes_too_long_is_reported_as_such(url: str) -> None:
+    done = run_code(url, code="print('so far', flush=True)\nwhile True: pass", run_timeout=2)
+
+    assert fusion.summary_run_code_result(done, fusion.SummaryMapping(RunTimeout="late")) == "late"
+    assert done.run_result is not None
+    assert done.run_result.stdout == "so far\n"
+
+
+def test_bash_reads_its_standard_input(url: str) -> None:
+    done = run_code(url, code='read -r x; echo "got $x"; exit 3', stdin="one\n", language="bash")
+
+    assert done.run_result is not None
+    assert (done.run_result.stdout, done.run_result.return_code) == ("got one\n", 3)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "CommonOJDataset": {
+        "test": [{"input": {"stdin": i}, "output": {"stdout": o}} for i, o in zip(*TESTS.values(), strict=True)]
+    },
+    "MBPPDataset": {"test": ["assert f(1, 2) == 3", "assert f(-1, 1) == 0"], "labels": '{"test_setup_code": ""}'},
+    "HumanEvalDataset": {
+        "content": 'def f(a, b):\n    """Add."""\n',
+        "labels": {"entry_point": "f"},
+        "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
+    },
+}
+ANSWERS = {"CommonOJDataset": SUM, "MBPPDataset": "def f(a, b):\n    return a + b"}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is_right: bool) -> None:
+    code = ANSWERS.get(kind, ANSWERS["MBPPDataset"])
+    text = f"```python\n{code if is_right else code.replace('+', '-')}\n```"
+    config = fusion.TestConfig(dataset_type=kind, provided_data={"id": 1, **ROWS[kind]}, run_timeout=10)
+    asked = fusion.SubmitRequest(dataset="mine", id=1, completion=text, config=config)
+    result = fusion.submit(asked, endpoint=url, max_attempts=1)
+
+    assert (result.accepted, [test.passed for test in result.tests].count(True) > 0) == (is_right, is_right), result
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("run_code", {"code": "1", "language": "cobol"}, "language 'cobol' is not offered; there are: python"),
+        ("run_code", {"language": "python"}, "code: Field required"),
+        ("run_code", {"code": "1", "files": {"../x": ""}}, "'../x' must be relative"),
+        ("run_code", {"code": "1", "files": {"x": "!"}}, "'x' is not base64"),
+        ("run_code", {"code": "1", "run_timeout": -1}, "run_timeout: Input should be greater than 0"),
+        ("submit", {"completion": "", "dataset": "mbpp"}, "no data set is installed here"),
+        ("submit", {"completion": "", "config": {"provided_data": {"test": [1]}}}, "must be a struct"),
+    ],
+)
+def test_a_wrong_request_names_what_is_wrong(url: str, route: str, body: dict[str, Any], message: str) -> None:
+    answer = requests.post(f"{url}/{route}", json=body, timeout=60)
+
+    assert (answer.status_code, answer.json()["status"]) == (400, "Failed")
+    assert message in answer.json()["message"]
+
+
+def test_each_client_has_its_key_and_its_share_and_is_counted(tmp_path: Path) -> None:
+    keys = tmp_path / "clients.txt"
+    keys.write_text("# name key\nalice key-of-alice-0001\nbob   key-of-bob-00000002\n")
+    one = "sandbox.providers=[{type: local, max_sandboxes: 2}]"
+    with service(one, "--keys-file", str(keys), "--max-per-client", "1", "--lease-timeout-s", "3") as url:
+
+        def ask(key: str, code: str) -> requests.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return requests.post(f"{url}/run_code", json={"code": code}, headers=headers, timeout=60)
+
+        stranger = ask("key-of-eve-000000003", "print(1)")
+        with subprocess.Popen(
+            ["curl", "-s", "-H", "Authorization: Bearer key-of-alice-0001", "--json",
+             json.dumps({"code": "import time; time.sleep(9)"}), f"{url}/run_code"],
+            stdout=subprocess.DEVNULL,
+        ) as holding:  # fmt: skip
+            while 'rayapp_sandbox_leased_by{client="alice"} 1.0' not in (counts := metrics(url)):
+                assert holding.poll() is None, counts
+            second, other = ask("key-of-alice-0001", "print(1)"), ask("key-of-bob-00000002", "print(2)")
+        counts = metrics(url)
+
+    assert (stranger.status_code, second.status_code, other.json()["run_result"]["stdout"]) == (401, 504, "2\n")
+    assert "as many sandboxes as a client may" in second.json()["message"]
+    assert 'rayapp_sandbox_requests_total{client="alice",route="/run_code",status="504"} 1.0' in counts
+    assert "eve" not in counts
+
+
+def metrics(url: str) -> str:
+    headers = {"Authorization": "Bearer key-of-bob-00000002"}
+    return requests.get(f"{url}/metrics", headers=headers, timeout=60).text
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("alice short\n", "line 1: expected NAME KEY"),
+        ("alice key-of-alice-0001\nbob key-of-alice-0001\n", "line 2: this name or key stands in an earlier line"),
+        ("# nobody yet\n", "names no client"),
+    ],
+)
+def test_a_wrong_file_of_clients_is_one_line(tmp_path: Path, lines: str, message: str) -> None:
+    keys = tmp_path / "clients.txt"
+    keys.write_text(lines)
+    command = [sys.executable, "-m", "rayapp", "sandbox", "serve", "--keys-file", str(keys)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert message in ended.stderr
