@@ -192,7 +192,8 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
     """
     chosen = [tool for tool in tools if name in (None, tool.name)]
     if not chosen:
-        problem = f"tool_choice demands {f'the tool {name!r:.60}' if name else 'a call'}, which tools don't have"
+        wanted = f"the tool {name!r:.60}, which is not in tools" if name else "a call, but tools is empty"
+        problem = f"tool_choice demands {wanted}"
         return Form(field="tool_choice", structured={}, problem=problem)
     calls = [
         {

@@ -200,7 +200,7 @@ class Gateway:
         @contextmanager
         def door(request: web.Request) -> Iterator[Session]:
             if request.match_info["session"] != session.id:
-                raise RefusedError("unknown", "there is no such session")
+                raise RefusedError("unknown", "no session has this address")
             check_key(request, [session.key], "this key does not open this session")
             yield session
 
@@ -217,7 +217,7 @@ class Gateway:
         if session is None:
             if session_id in self._over:
                 raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served")
-            raise RefusedError("unknown", "there is no such session")
+            raise RefusedError("unknown", "no session has this address")
         check_key(request, [session.key], "this key does not open this session")
         yield session
 

@@ -374,7 +374,7 @@ class Session:
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()
         if not ask.prompts and (not messages or messages[-1].role == "assistant"):
-            raise RefusedError("invalid", "the last message must be the user's or a tool's: the policy speaks next")
+            raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
         if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
             raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
         if ask.options and not self.follows_requests:

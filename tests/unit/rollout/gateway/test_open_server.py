@@ -339,7 +339,7 @@ async def test_a_schema_that_the_engine_can_not_follow_is_refused_in_its_words(
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nonsense"}}}
     async with serve() as (url, engine):
         monkeypatch.setattr(engine, "generate", generate)
-        with pytest.raises(openai.BadRequestError, match=r"can't follow this JSON schema: VLLMV.* type: nonsense"):
+        with pytest.raises(openai.BadRequestError, match=r"can't follow this request: VLLMV.* type: nonsense"):
             await client(url).chat.completions.create(model="any", messages=HI, response_format=form)
 
 
