@@ -314,7 +314,8 @@ def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
     """Return the difference between a message and those recorded in its place."""
     known = [key for key in place.children if key[0] == said.role]
     if not known:
-        return Drift("reply_never_sampled" if said.role == "assistant" else "history_rewritten")
+        other = "other_conversation" if is_first else "history_rewritten"
+        return Drift("reply_never_sampled" if said.role == "assistant" else other, "", said.text[:_SHOWN_CHARS])
     closest = max(known, key=lambda key: _num_equal(_flat(key), _flat(said.key)))
     if said.role != "assistant":
         reason = "other_conversation" if is_first and said.role == "user" else _REASONS[said.role]
