@@ -426,6 +426,6 @@ def not_offered(wish: str) -> str:
 def not_in_training(wish: str, instead: str = "") -> str:
     """Return the message for a request that is supported only if the policy is not trained on it."""
     return (
-        f"{wish} is not offered: the policy is sampled as it is trained. Leave it out{instead}; `rayapp serve`, whose "
-        "answers nothing is trained on, follows it"
+        f"{wish} is not supported while the policy is trained on its answers; `rayapp serve` supports it. Leave it "
+        f"out{instead}"
     )
