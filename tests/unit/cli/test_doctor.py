@@ -218,7 +218,7 @@ def test_what_train_refuses_before_it_starts_is_found(
 
     assert told(tasks=letter_tasks) == ""
     assert "no task 'nowhere'" in told(tasks=["nowhere"])
-    assert "two tasks are called first" in told(tasks=[letter_tasks[0], str(copy)])
+    assert "two tasks have the name first" in told(tasks=[letter_tasks[0], str(copy)])
     assert "data_source" in told(tasks=[str(tmp_path / "plain.parquet")])
     assert "there is no file nowhere.py" in told(tasks=rows, reward={"custom": "nowhere.py:f"})
     assert "there is no file" in told(tasks=rows, agent={"tool_file": str(tmp_path / "tools.yaml")})
