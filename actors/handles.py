@@ -207,8 +207,9 @@ class VllmServerHandle(Handle):
 
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """Yield completions of requests that start together, each with its position, as they end.
+    ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
+        """Yield completions of requests that start together, with their position, as they end, and before that the new
+        tokens of requests that are streamed.
 
         Raises:
             EngineDeadError: the server is gone, and so are the completions that were not yielded yet.

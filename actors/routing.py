@@ -20,7 +20,7 @@ import numpy as np
 
 from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
-from rayapp.core.protocols import RolloutEngine
+from rayapp.core.protocols import OnTokens, RolloutEngine
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
 
@@ -76,11 +76,17 @@ class AnyServer:
         self._engines = engines
         self._router = Router(len(engines), is_up=is_up)
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         """See `RolloutEngine`."""
         with self._router.placed(_ALONE) as placed:
             assert placed.server is not None
-            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling)
+            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class _Call:
     request_id: RequestId
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    on_tokens: OnTokens | None
     answer: asyncio.Future[Completion]
 
 
@@ -106,15 +113,22 @@ class GroupCalls:
         self._waiting: list[_Call] = []
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """Sample one completion.
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`.
 
         Raises:
             DeadlineError: the server did not answer in time.
             EngineError: the server is gone, or refuses the request.
         """
         loop = asyncio.get_running_loop()
-        call = _Call(request_id, prompt_ids, sampling, loop.create_future())
+        sampling = replace(sampling, is_streamed=on_tokens is not None)
+        call = _Call(request_id, prompt_ids, sampling, on_tokens, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) == 1:
             # Send after all tasks that are ready now, so that the group's other trajectories join this call.
@@ -137,7 +151,10 @@ class GroupCalls:
         try:
             async for batch in self._server.generate_many([self._request(call) for call in calls]):
                 for position, outcome in batch:
-                    _settle(calls[position], outcome)
+                    if isinstance(outcome, Completion | Exception):
+                        _settle(calls[position], outcome)
+                    else:
+                        _tell(calls[position], outcome)
         except RayappError as error:
             for call in calls:
                 _settle(call, error)
@@ -148,6 +165,11 @@ class GroupCalls:
         # Only first turns start as a cohort: later turns start when their tools are done, without waiting.
         cohort_size = self._cohort_size if call.request_id.is_first_turn else 1
         return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
+
+
+def _tell(call: _Call, token_ids: Sequence[int]) -> None:
+    if call.on_tokens is not None and not call.answer.done():
+        call.on_tokens(token_ids)
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:

@@ -8,15 +8,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from actors.handles import GenerateRequest, Restartable
 from actors.metrics import Reporter
 from rayapp.config.config import Config
-from rayapp.core.aio import as_they_end
+from rayapp.core.aio import News, as_they_end
 from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.core.logs import about, label_logs
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
@@ -25,6 +27,7 @@ from rayapp.rollout.order import ANY_VERSION
 log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
+STREAM_EVERY_S = 0.03
 
 
 class VllmServer(Restartable):
@@ -77,6 +80,7 @@ class VllmServer(Restartable):
         sampling: SamplingParams,
         min_policy_version: int = ANY_VERSION,
         cohort_size: int = 1,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """See `VllmEngine.generate`.
 
@@ -90,19 +94,22 @@ class VllmServer(Restartable):
             raise StaleVersionError(
                 f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
             )
-        return await engine.generate(request_id, prompt_ids, sampling, cohort_size=cohort_size)
+        return await engine.generate(request_id, prompt_ids, sampling, on_tokens, cohort_size=cohort_size)
 
     async def generate_many(
         self, requests: list[GenerateRequest]
-    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
+    ) -> AsyncIterator[list[tuple[int, Completion | Exception | Sequence[int]]]]:
         """Generate for every request; yield lists of the results that end together. An error is a result: the others
-        continue."""
-        async for ended in as_they_end([self._generate_one(request) for request in requests]):
+        continue. For streamed requests also yield their new tokens, about every STREAM_EVERY_S."""
+        news = News[Sequence[int]](every_s=STREAM_EVERY_S)
+        coroutines = [self._generate_one(request, partial(news.told, i)) for i, request in enumerate(requests)]
+        async for ended in as_they_end(coroutines, news):
             yield ended
 
-    async def _generate_one(self, request: GenerateRequest) -> Completion:
-        request_id, prompt_ids, sampling, min_policy_version, cohort_size = request
-        return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
+    async def _generate_one(self, request: GenerateRequest, on_tokens: OnTokens) -> Completion:
+        request_id, prompt_ids, sampling, version, cohort_size = request
+        listener = on_tokens if sampling.is_streamed else None
+        return await self.generate(request_id, prompt_ids.tolist(), sampling, version, cohort_size, listener)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
         """Load a policy version from references to `WeightBucket`s: a whole update, from `begin_update` to `go_on`.

@@ -31,7 +31,7 @@ MODEL = "models/smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """How to run one benchmark when no arguments are given."""
+    """Default arguments of one benchmark."""
 
     arguments: tuple[str, ...] = ()
     is_default: bool = False

@@ -108,7 +108,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One way to grade."""
+    """Grading rule of one library."""
 
     name: str
     rule: str

@@ -33,7 +33,7 @@ ROLES = {
     "learner": ("InstantLearner", "learner"),
     "sandbox pool": ("PoolActor", "sandbox-pool"),
 }
-"""Role -> how the titles of its processes begin, while they wait and while they work."""
+"""Role -> beginnings of its processes' titles: while a process waits, and while it works."""
 GROUPS_PER_SIZE = 10_000
 MIN_STEPS, MAX_STEPS = 3, 20
 
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         spent, resident = measure_roles(process)
         cpu_s.append(spent)
         rss_mib.append(resident)
-        # At every step: the speed of a core can double within a minute.
+        # Measure the unit at every step: the speed of a core can double within a minute.
         units_s.append(python_unit_s(rounds=4))
 
     records = run(

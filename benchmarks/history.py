@@ -27,17 +27,17 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One ratio, now and when it was last recorded."""
+    """A benchmark's ratio now, and when it was last recorded."""
 
     name: str
     now: float | None
-    """None: the ratio was recorded, but is not reported any more."""
+    """Ratio of this report; None if the benchmark does not report it any more."""
     before: float | None
-    """None: the ratio is new."""
+    """Ratio that was recorded last; None if the ratio is new."""
 
     @property
     def change(self) -> float:
-        """Return the relative change. -0.25: a quarter is lost; 0: the ratio is new; -1: it is gone."""
+        """Return the relative change, e.g. -0.25 if a quarter is lost; 0 for a new ratio, -1 for one that is gone."""
         if self.before is None:
             return 0.0
         return (self.now or 0.0) / self.before - 1

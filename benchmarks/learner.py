@@ -71,7 +71,7 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
     }
     inputs = sum(item.num_inputs for item in items)
     padded = len(items) * max(item.num_inputs for item in items)
-    # One micro-batch of everything: the tokens to compute if no group is split over two micro-batches.
+    # Put all items into one micro-batch: its tokens are those to compute if no group is split.
     whole = sum(batch.packing.num_tokens for batch in split(items, max_tokens=max(budget, inputs), share_prefixes=True))
     return {
         "tokens": float(inputs),
@@ -133,10 +133,10 @@ def flops(config: Config, groups: Sequence[Group]) -> float:
 
 
 class Rank:
-    """Both learners on one rank, and the steps that they train on.
+    """The two compared learners on one rank, and the steps that they train on.
 
     Args:
-        rank, world, port: identify the process group that both learners use.
+        rank, world, port: rank, world size and port of the process group that both learners use.
     """
 
     def __init__(self, config: Config, steps: Sequence[Sequence[Group]], rank: int, world: int, port: int) -> None:

@@ -18,7 +18,7 @@ ROWS = 8
 
 
 class PaddedLearner:
-    """One rank; the caller starts the process group, if there is one."""
+    """One rank of a learner that pads sequences. With several ranks, the caller starts the process group."""
 
     def __init__(self, config: Config) -> None:
         import torch

@@ -68,7 +68,7 @@ async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
 
 
 async def rate(pool: SandboxPoolHandle) -> Numbers:
-    """Take one lease every 6 ms for 30 s, without waiting for earlier ones: an open loop hides no wait."""
+    """Request one lease every 6 ms for 30 s, without waiting for earlier ones, so that all waits are measured."""
     num_leases = LEASES_PER_MINUTE // 2
     loop = asyncio.get_running_loop()
     begin = loop.time()

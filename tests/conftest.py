@@ -87,8 +87,13 @@ GROUPS = {
     "cluster": {
         "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server vllm_gateway",
     },
-    "contracts": {"vllm": "tool_parsers"},
-    "unit": {"vllm": "vllm_adapter vllm_worker monitoring", "mlflow": "traces trackers"},
+    "contracts": {"vllm": "tool_parsers", "images": "sandbox_contract"},
+    "adversarial": {"images": "attacks"},
+    "unit": {
+        "vllm": "vllm_adapter vllm_worker monitoring",
+        "mlflow": "traces trackers",
+        "images": "pull unpack images",
+    },
     "e2e": {
         "standing_ray": (
             "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
@@ -97,7 +102,7 @@ GROUPS = {
     },
 }
 """By folder: files that one process runs one after the other. Importing vLLM takes longer than starting an engine, and
-runs with scripted servers share one Ray."""
+runs with scripted servers share one Ray. Sandboxes on images share a user, whose processes the attacks' test counts."""
 
 TOGETHER = {
     f"{folder}/test_{name}.py": group

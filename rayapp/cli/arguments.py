@@ -14,7 +14,7 @@ import typer
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 
-EXIT_FAILED, EXIT_USER_ERROR = 1, 2
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_BUDGET_SPENT = 1, 2, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")

@@ -421,10 +421,9 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.gpus import gpu_here
     from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
     from rayapp.learner.memory.plan import plan_gpu, plan_server, with_token_budget
-    from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 
     try:
@@ -446,7 +445,7 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
     stored = folder / "config.yaml"
     if stored.is_file() and (folder / "checkpoints").is_dir():
-        from rayapp.runs.compatibility import check_same_training
+        from rayapp.runs.folder import check_same_training
 
         yield from _problem("run folder", partial(check_same_training, config, stored))
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())

@@ -1,8 +1,8 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
 Each command's module has an `app`, a Typer. It imports other modules only when the command runs, so that `rayapp
---help` starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user can
-correct are printed as one message without a traceback.
+--help` starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 3 the budget is spent, 130 interrupted.
+Errors that a user can correct are printed as one message without a traceback.
 
 Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
 empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
@@ -24,10 +24,10 @@ import typer
 from rich.markup import escape
 
 from rayapp.cli import config, data, doctor, jobs, model, plan, sandbox, score, serve, task, train, trying, view
-from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
+from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.kuberay import command as kuberay
-from rayapp.core.errors import RayappError, RunFolderError, UserError, first_line
+from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, UserError, first_line
 from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
@@ -75,6 +75,7 @@ for command in (
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(sandbox.images_app, name="images")
 
 
 def _show_as_written(typed: typer.Typer) -> None:
@@ -128,6 +129,9 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         typer.echo(visible(f"error: {error}"), err=True)
         return EXIT_USER_ERROR
+    except BudgetSpentError as error:
+        typer.echo(visible(f"stopped: {error}"), err=True)
+        return EXIT_BUDGET_SPENT
     except RayappError as error:
         typer.echo(visible(f"failed: {type(error).__name__}: {error}"), err=True)
         return EXIT_FAILED

@@ -16,7 +16,6 @@ from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError
 from rayapp.core.machine import available_memory
-from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
     largest_server_share,
@@ -34,7 +33,7 @@ from rayapp.learner.memory.plan import (
     plan_server,
     with_token_budget,
 )
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 
 app = typer.Typer()

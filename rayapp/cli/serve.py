@@ -48,11 +48,18 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
     api_key_env: Annotated[
-        str, typer.Option(help="Environment variable with the key that clients send; if it is empty, a key is made")
+        str,
+        typer.Option(
+            help="Environment variable with the key that clients send, or several with commas between; if it is empty, "
+            "a key is made"
+        ),
     ] = KEY_VARIABLE,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Most calls of one key at once; further calls get 429")
+    ] = 1024,
 ) -> None:
-    """Serve chat completions, responses and messages, e.g. for other evaluation harnesses. Requests never become
-    training data."""
+    """Serve chat completions, completions, responses and messages, e.g. for other evaluation harnesses. Requests never
+    become training data."""
     import json
 
     from rayapp.api.running import with_checkpoint_as_model
@@ -70,10 +77,10 @@ def serve(
     if max_tokens:
         asked = with_values(asked, rollout={"max_prompt_tokens": max_tokens - 1, "max_completion_tokens": 1})
     sockets = bound(host, port)  # Bind first: if the port is taken, nothing is started.
-    given_key, is_serving = os.environ.get(api_key_env, ""), asyncio.Event()
+    keys, is_serving = _keys(os.environ.get(api_key_env, "")), asyncio.Event()
     try:
         with with_checkpoint_as_model(asked) as ready:
-            run_until_done(_serve(ready, name, running, sockets, given_key, is_serving))
+            run_until_done(_serve(ready, name, running, sockets, keys, max_requests, is_serving))
     except KeyboardInterrupt:
         if not is_serving.is_set():
             raise
@@ -83,12 +90,17 @@ def serve(
     typer.echo("stopped")
 
 
+def _keys(given: str) -> list[str]:
+    return [key for each in given.split(",") if (key := each.strip())]
+
+
 async def _serve(
     config: Config,
     name: str,
     running: bool,
     sockets: Sequence[socket.socket],
-    given_key: str,
+    keys: Sequence[str],
+    max_requests: int,
     is_serving: asyncio.Event,
 ) -> None:
     from rayapp.core.types import SamplingParams
@@ -97,9 +109,8 @@ async def _serve(
     from rayapp.rollout.gateway.open_server import open_to_all
     from rayapp.storage.models.check import check_model
 
-    new_key = "" if given_key else secrets.token_urlsafe(24)
-    # Check the model before starting the engine: the check takes a second, and its message is clearer than the
-    # engine's.
+    new_key = "" if keys else secrets.token_urlsafe(24)
+    # Check the model before starting the engine: the check takes a second and says what is wrong.
     if not running:
         await asyncio.to_thread(check_model, config)
     formats = await asyncio.to_thread(Formats.of, config)
@@ -116,7 +127,8 @@ async def _serve(
                 top_p=config.eval.top_p,
                 top_k=config.eval.top_k,
             ),
-            key=given_key or new_key,
+            keys=keys or [new_key],
+            max_requests=max_requests,
             sockets=sockets,
         )
         async with serving as url:

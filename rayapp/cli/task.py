@@ -49,6 +49,7 @@ def audit(
         float, typer.Option(min=0, max=1, help="Highest reward that an obvious guess may earn")
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as an HTML page to this file")] = None,
     config: Annotated[Path | None, typer.Option(help="Take sandbox and reward settings from this config")] = None,
 ) -> None:
     """Score the answers that a policy may try (an empty answer, guesses, cheats), and the solution many times. Exits
@@ -62,8 +63,11 @@ def audit(
 
     from rayapp.config.loading import load_config
     from rayapp.core.aio import run_until_done
+    from rayapp.core.files import write_text
 
     reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
+    if html is not None:
+        write_text(html, _page(reports))
     if as_json:
         typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
     else:
@@ -85,6 +89,32 @@ async def _audited(
     subjects = await subjects_of(tasks, rewards, cache=cache, limit=limit, sandboxes=config.sandbox)
     async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
         return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
+
+
+def _page(reports: Sequence[TaskReport]) -> str:
+    """Return the reports as one HTML page, tasks with findings first."""
+    from html import escape
+
+    from rayapp.core.logs import visible
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(visible(cell))}</{tag}>' for cell in cells)}</tr>"
+
+    rows = []
+    for report in sorted(reports, key=lambda report: not report.findings):
+        guess = f"{report.trivial:.2f} {report.trivial_answer}" if report.trivial is not None else ""
+        nothing = "" if report.nothing is None else f"{report.nothing:g}"
+        found = "; ".join(f"{finding.check}: {finding.detail}" for finding in report.findings)
+        notes = "; ".join(f"{what}: {note}" for what, note in report.notes.items())
+        usable = "no" if report.findings else "yes"
+        rows.append(row("td", [report.task, usable, nothing, report.solution, guess, report.cheats, found, notes]))
+    head = row("th", ["task", "usable", "nothing", "solution", "best guess", "cheats", "findings", "notes"])
+    bad = sum(bool(report.findings) for report in reports)
+    style = "body{font:14px sans-serif}td,th{border:1px solid #ccc;padding:4px;text-align:left;vertical-align:top}"
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>Audit</title><style>table{{border-collapse:collapse}}{style}'
+        f"</style><h1>{len(reports)} tasks audited, {bad} with findings</h1><table>{head}{''.join(rows)}</table>\n"
+    )
 
 
 def _print(reports: Sequence[TaskReport]) -> None:

@@ -69,10 +69,15 @@ class ExternalSection(FrozenModel):
     max_output_chars: int = Field(16384, ge=0)
     """Characters of the program's output that are kept with its trajectory, counted from the end."""
     files: dict[str, Path] = Field(default_factory=dict)
-    """Text files to copy into the agent's folder: relative path in the folder -> file, e.g. {agent.py: my/agent.py}."""
-    only_named_model: bool = False
-    """Train on and score only calls that name the model RAYAPP_MODEL. Other calls, e.g. those of a title generator, are
-    answered too, but don't count as turns or tokens of the trajectory and are never its answer."""
+    """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
+    models: Literal["train", "untrained", "refuse"] = "train"
+    """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
+    like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
+    its answer. refuse: answer with the error model_not_found."""
+    structured: Literal["refuse", "free"] = "refuse"
+    """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
+    refuse: answer with an error. free: sample as if the call did not ask for it, and count it in the metrics
+    (agent/structured_dropped); the framework reads whatever the policy wrote."""
     inside: bool = False
     """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
     policy."""

@@ -33,6 +33,7 @@ from rayapp.config.learner import LearnerSection
 from rayapp.config.other_models import DistillationSection, JudgeSection, ModelServerSection
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
+    BudgetSection,
     CheckpointSection,
     ClusterSection,
     EvalSection,
@@ -86,6 +87,7 @@ class Keys(FrozenModel):
     learner: LearnerSection = LearnerSection()
     server: ServerSection = ServerSection()
     sandbox: SandboxConfig = SandboxConfig()
+    budget: BudgetSection = BudgetSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     cluster: ClusterSection = ClusterSection()

@@ -18,6 +18,14 @@ class LocalConfig(FrozenModel):
     code would be slowed down by other sandboxes and could miss its deadline."""
     packages: tuple[str, ...] = ()
     """Python packages that every sandbox has, e.g. [numpy], besides the packages that its task names."""
+    image_cache: str = ""
+    """Folder of unpacked images. Empty: ~/.cache/rayapp/images, for root /var/cache/rayapp/images."""
+    image_cache_gib: float = Field(50.0, gt=0)
+    """Most GiB of unpacked images. The least recently used ones are removed, never one in use."""
+    image_mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Registry -> mirrors to ask first, e.g. {docker.io: [mirror.example:5000]}; `http://HOST` is asked without TLS."""
+    images: dict[str, str] = Field(default_factory=dict)
+    """Image that a task requires -> another one to use for it, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 
 
 class _Remote(FrozenModel):
@@ -32,7 +40,8 @@ class _Remote(FrozenModel):
 
     def template_of(self, wanted: str) -> str:
         """Return the provider's template for the image that a task requires; empty: the provider's default."""
-        return self.images.get(wanted, wanted)
+        name = wanted.removeprefix("image:").removeprefix("build:")
+        return self.images.get(wanted, self.images.get(name, name))
 
 
 class _Created(_Remote):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -232,6 +233,26 @@ class CheckpointSection(FrozenModel):
     weights."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. The weights are copied to host memory first."""
+
+
+class BudgetSection(FrozenModel):
+    """What a run costs, and the most it may cost (docs/operate.md#budget). Without prices nothing is counted."""
+
+    gpu_hour: float = Field(0.0, ge=0)
+    """Price of one GPU of the run for an hour."""
+    node_hour: float = Field(0.0, ge=0)
+    """Price of one node of the Ray cluster for an hour, beside its GPUs. Every node that is alive counts."""
+    sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
+    """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
+    cap: float = Field(0.0, ge=0)
+    """The most that the run may cost, judges included; resumes go on counting. At 80% the run warns; at the cap it
+    saves and ends with exit code 3. 0: no limit."""
+    currency: str = "USD"
+    """Name of the unit of all prices, for messages. Judges' prices (judges[].input_price) are in the same unit."""
+
+    @property
+    def has_prices(self) -> bool:
+        return bool(self.gpu_hour or self.node_hour or any(self.sandbox_second.values()) or self.cap)
 
 
 class EvalSection(FrozenModel):

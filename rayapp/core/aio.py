@@ -22,12 +22,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rayapp.core.errors import RayappError, first_error, one_error
 from rayapp.core.own_thread import Stopper, stopper_of_this_work
 
 T = TypeVar("T")
+N = TypeVar("N")
 OnStop = Callable[[], None]
 _on_stop: ContextVar[list[OnStop]] = ContextVar("who is told of Ctrl-C and SIGTERM at once")
 log = logging.getLogger(__name__)
@@ -226,19 +227,63 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in running]
 
 
-async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:
+class News(Generic[N]):
+    """Items that coroutines report before they end; see `as_they_end`.
+
+    Args:
+        every_s: least time between two batches of items.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._items: list[tuple[int, N]] = []
+        self._is_there = asyncio.Event()
+
+    def told(self, position: int, item: N) -> None:
+        """Add an item of the coroutine at this position."""
+        self._items.append((position, item))
+        self._is_there.set()
+
+    def taken(self) -> list[tuple[int, N]]:
+        """Return the items since the last call."""
+        items, self._items = self._items, []
+        self._is_there.clear()
+        return items
+
+    async def wait(self, *, is_first: bool) -> None:
+        """Wait for items; those after the first come at most every `every_s`."""
+        if not is_first:
+            await asyncio.sleep(self._every_s)
+        await self._is_there.wait()
+
+
+async def as_they_end(
+    coroutines: Sequence[Coroutine[Any, Any, T]], news: News[N] | None = None
+) -> AsyncIterator[list[tuple[int, T | N | Exception]]]:
     """Yield results in batches: all that finished since the last batch, as (position, result or error).
+
+    Args:
+        news: items of these coroutines by position, which are yielded too, before the results.
 
     Closing the iterator cancels the remaining coroutines. Foreign errors become RayappErrors, which can be pickled.
     """
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)
+    news = news or News[N](every_s=0.0)
+    waiting = asyncio.ensure_future(news.wait(is_first=True))
     try:
         while left:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            yield sorted(((tasks[task], _outcome(task)) for task in done), key=lambda pair: pair[0])
+            await asyncio.wait([*left, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                waiting = asyncio.ensure_future(news.wait(is_first=False))
+            done = {task for task in left if task.done()}
+            left -= done
+            told: list[tuple[int, T | N | Exception]] = [*news.taken()]
+            told += sorted(((tasks[task], _outcome(task)) for task in done), key=lambda pair: pair[0])
+            if told:
+                yield told
     finally:
-        for task in left:
+        for task in (*left, waiting):
             task.cancel()
 
 

@@ -260,6 +260,10 @@ class TrainingAbortedError(RayappError):
     """The run stops because going on would train on noise; the message says what failed and how often."""
 
 
+class BudgetSpentError(RayappError):
+    """The run has cost as much as `budget.cap` allows. Its steps are saved; exit code 3."""
+
+
 @contextmanager
 def one_error() -> Iterator[None]:
     """Context manager that replaces an exception group from its block with the group's first error."""

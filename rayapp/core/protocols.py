@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from rayapp.core.types import (
@@ -125,12 +125,24 @@ class SandboxSource(Protocol):
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease: ...
 
 
+OnTokens = Callable[[Sequence[int]], None]
+"""Gets the ids that were sampled since its last call."""
+
+
 class RolloutEngine(Protocol):
     """Samples completions: token ids in, token ids and log-probs out."""
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         """Sample one completion.
 
+        Args:
+            on_tokens: called with new tokens while the completion is sampled; it may miss the last ones.
         Raises:
             EngineError: the request can't be served; EngineDeadError if no request can.
         """

@@ -73,9 +73,15 @@ class SamplingParams:
     """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
     the same tokens."""
     num_routed: int = 0
-    """Number of leading prompt tokens whose experts are known and not returned again, with `learner.router_replay`."""
-    json_schema: str = ""
-    """JSON schema that the completion must follow; empty: none. Only for completions that are not trained on."""
+    """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
+    structured_outputs: Mapping[str, Any] = field(default_factory=dict)
+    """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
+    is_streamed: bool = False
+    """Report tokens while the completion is sampled."""
+    num_top_log_probs: int = 0
+    """Number of likeliest tokens to return at each sampled token; see `Completion.top_log_probs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,10 @@ class Completion:
     routed_experts: ExpertArray | None = None
     """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
     `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
+    top_ids: Int32Array | None = None
+    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None: not wanted."""
+    top_log_probs: FloatArray | None = None
+    """(T, k) their log-probs, largest first."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -297,7 +307,9 @@ class Trajectory:
     sub-agents makes a tree: every token is in `token_ids` once, in the order of the turns, and `core.trajectories`
     gives the context of each."""
     agent_output: str = ""
-    """Output of an external agent's program, cut; empty for other agents."""
+    """Output of an external agent's program, cut, and notes on its calls; empty for other agents."""
+    agent_counts: Mapping[str, float] = field(default_factory=dict)
+    """Counts of an external agent's calls, e.g. {"forked": 1, "forked/retry": 1}. Reported as terms `agent/*`."""
     routed_experts: ExpertArray | None = None
     """(T, layers, k) with `learner.router_replay`: experts that the engine chose when it first computed each token; 0
     for a token after which no token was sampled, because no forward pass has read it."""
@@ -490,6 +502,8 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False
     """Programs in the sandbox may connect to one port of their loopback, on which the sandbox's holder listens."""
+    workdir: str = ""
+    """Working folder in an image; empty: the image's own."""
     own_files: bool = False
     """Code may write files, and the sandbox has its own root folder, in which /app and /tests can be made."""
 

@@ -39,7 +39,7 @@ from actors.starting import (
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.bundles import asked_servers, bundles_of
+from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
 from rayapp.config.config import Config, with_addresses
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
@@ -216,6 +216,19 @@ class Cluster:
             )
         except ObjectsLostError as error:
             raise LearnersLostError(str(error)) from None
+
+
+def num_held_gpus(config: Config, *, with_servers: bool = True) -> int:
+    """Return the number of GPUs that the run's actors hold; 0 on a CPU."""
+    bundles = bundles_of(config, with_servers=with_servers, with_learners=True)
+    return num_gpus_of(bundles) if uses_gpus(config, bundles) else 0
+
+
+def num_alive_nodes() -> int:
+    """Return the number of nodes of the Ray cluster that are alive."""
+    import ray
+
+    return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 @asynccontextmanager

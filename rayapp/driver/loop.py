@@ -26,6 +26,7 @@ from rayapp.core.errors import LearnersLostError, StopTraining
 from rayapp.core.logs import about, start_logs, tracebacks_in
 from rayapp.core.machine import trim_heap
 from rayapp.core.timing import Phases
+from rayapp.driver.budget import within_budget
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
@@ -189,15 +190,19 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
             return
         # Enclose the connection: when it ends, Ray logs the unread errors of lost groups.
         with tracebacks_in(folder.path / "faults.log", log.warning), one_connection():
+            warmup_cost = 0.0
             if config.warmup.num_steps:
-                config = warm_up(config)
-            run_until_done(_run(config, folder, on_step))
+                config, warmup_cost = warm_up(config)
+            run_until_done(_run(config, folder, warmup_cost, on_step))
 
 
-async def _run(config: Config, folder: RunFolder, on_step: OnStep | None = None) -> None:
+async def _run(config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None = None) -> None:
     with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
-        async with open_cluster(config, report=tracker.note) as cluster:
+        async with (
+            open_cluster(config, report=tracker.note) as cluster,
+            within_budget(config, folder, tracker, cluster.pool.stats, warmup=warmup_cost),
+        ):
             tracker.add("ray metrics", cluster.metrics_tracker())
             step = await train_through_losses(config, cluster, folder, tracker, on_step)
             tracker.phase("exporting")

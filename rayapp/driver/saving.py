@@ -193,9 +193,9 @@ async def saving_when_stopped(
 ) -> AsyncIterator[None]:
     """Save the steps since the last checkpoint when the run is stopped in the block.
 
-    A user (Ctrl-C, SIGTERM, `ray job stop`), a stall, or a process that was lost too often can stop it. In the middle
-    of a step nothing can be saved, and the run resumes from its last checkpoint. After a TrainingAbortedError only the
-    save in progress is finished.
+    A user (Ctrl-C, SIGTERM, `ray job stop`), a spent budget, a stall, or a process that was lost too often can stop it.
+    In the middle of a step nothing can be saved, and the run resumes from its last checkpoint. After a
+    TrainingAbortedError only the save in progress is finished.
 
     Args:
         begin: begins to save the store's version.

@@ -25,6 +25,7 @@ from rayapp.core.files import Location
 from rayapp.core.logs import about, start_logs
 from rayapp.core.timing import Phases
 from rayapp.core.types import Trajectory
+from rayapp.driver.budget import read_costs, within_budget
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
 from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.run import restore
@@ -58,11 +59,11 @@ def run_sft(config: Config) -> None:
         warm_up(config)
 
 
-def warm_up(config: Config) -> Config:
+def warm_up(config: Config) -> tuple[Config, float]:
     """Train on the demonstrations from the start or from the last checkpoint, unless that is done already.
 
     Returns:
-        The config of the training that follows, with the trained model.
+        The config of the training that follows, with the trained model; and what the supervised steps cost.
     Raises:
         InputError: a row can't be used.
         RunFolderError: the folder belongs to another run.
@@ -75,7 +76,8 @@ def warm_up(config: Config) -> Config:
             print(f"{folder.uri} has its {section.train.num_steps} steps on demonstrations", flush=True)
         else:
             run_until_done(_run(config, section, folder))
-    return after_warmup(config)
+        cost = sum(read_costs(folder.path).values())
+    return after_warmup(config), cost
 
 
 def sft_config(config: Config) -> Config:
@@ -91,6 +93,7 @@ def sft_config(config: Config) -> Config:
         agent=config.agent,
         rollout=RolloutSection(**limits),
         train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),
+        budget=config.budget,
         warmup=config.warmup,
         learner=learner,
         checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
@@ -219,7 +222,10 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
     """Call `_learn`; when learners are lost, start new learners and continue from the last checkpoint."""
     for restart in range(config.recovery.max_restarts + 1):
         try:
-            async with open_learners(config, report=tracker.note) as learners:
+            async with (
+                open_learners(config, report=tracker.note) as learners,
+                within_budget(config, folder, tracker, _no_sandboxes, with_servers=False),
+            ):
                 await _learn(config, folder, tracker, learners, rows)
                 return
         except LearnersLostError as error:
@@ -229,6 +235,10 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
                     f"{error} Start the run again: it continues from its last checkpoint."
                 ) from None
             tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+
+
+async def _no_sandboxes() -> dict[str, float]:
+    return {}
 
 
 async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:

@@ -19,6 +19,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ import psutil
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.names import UNUSED_BY_VLLM, large_imports
+from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
@@ -121,32 +123,39 @@ class VllmEngine:
         return self._load.scalars() | self._gate.scalars()
 
     async def generate(
-        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        cohort_size: int = 1,
     ) -> Completion:
         """Sample one completion.
 
         Args:
             request_id: unique among those in flight.
+            on_tokens: see `RolloutEngine`.
             cohort_size: requests that start together with this one, itself included.
         Raises:
             EngineDeadError: the engine's process is gone.
             EngineError: the engine refuses this request, or ended it early.
         """
-        request = Request(request_id, prompt_ids, sampling)
+        request = Request(request_id, prompt_ids, replace(sampling, is_streamed=on_tokens is not None))
         with self.in_hand.one():
             if cohort_size > 1:
                 # A cohort does not wait for the gate: which requests share a batch must not depend on the cache.
                 with self._gate.passing():
-                    return await self._sample(request, cohort_size)
+                    return await self._sample(request, cohort_size, on_tokens)
             async with self._gate.enter(request_id):
-                return await self._sample(request, 1)
+                return await self._sample(request, 1, on_tokens)
 
-    async def _sample(self, request: Request, cohort_size: int) -> Completion:
+    async def _sample(self, request: Request, cohort_size: int, on_tokens: OnTokens | None) -> Completion:
         started, request_id = request.created_s, request.request_id
         queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
-            output = (await queue.get()).outputs[0]
+            output = await _last_output(queue, on_tokens)
             spans = self._versions.end(queue.request_id, self.policy_version, len(output.token_ids))
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
@@ -416,6 +425,17 @@ class VllmEngine:
             cause = self._output.cause()
             return EngineDeadError(f"the engine's process died while it served {request_id}: {_said(error)}{cause}")
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
+
+
+async def _last_output(queue: Any, on_tokens: OnTokens | None) -> Any:
+    """Return a request's last output; before that, report the new tokens of each output."""
+    num_told = 0
+    while not (whole := await queue.get()).finished:
+        token_ids = whole.outputs[0].token_ids
+        if on_tokens is not None and len(token_ids) > num_told:
+            on_tokens(list(token_ids[num_told:]))
+            num_told = len(token_ids)
+    return whole.outputs[0]
 
 
 def _said(error: Exception) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.core.errors import EngineError
-from rayapp.core.types import Completion, RequestId, SamplingParams, VersionSpan
+from rayapp.core.types import Completion, FloatArray, Int32Array, RequestId, SamplingParams, VersionSpan
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
@@ -201,7 +201,9 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    form = dict(sampling.structured_outputs)
     return VllmSamplingParams(
+        **sampling.options,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -209,10 +211,10 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
         seed=sampling.seed if with_seed else None,
         stop=list(sampling.stop),
         routed_experts_prompt_start=sampling.num_routed,
-        logprobs=0,
+        logprobs=sampling.num_top_log_probs,
         flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        structured_outputs=StructuredOutputsParams(json=sampling.json_schema) if sampling.json_schema else None,
+        output_kind=RequestOutputKind.CUMULATIVE if sampling.is_streamed else RequestOutputKind.FINAL_ONLY,
+        structured_outputs=StructuredOutputsParams(**form) if form else None,
     )
 
 
@@ -238,9 +240,7 @@ def whole_completion(
             f"{output.finish_reason})"
         )
     token_ids = np.array(output.token_ids, np.int32)
-    log_probs = np.array(output.logprobs.logprobs, np.float32)
-    if log_probs.size != token_ids.size:
-        raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
+    log_probs, top_ids, top_log_probs = _log_probs(output.logprobs, token_ids.size)
     experts = None if num_routed is None else output.routed_experts
     if num_routed is not None and (experts is None or len(experts) != num_routed):
         found = 0 if experts is None else len(experts)
@@ -253,6 +253,23 @@ def whole_completion(
         policy_version=spans[0].policy_version if spans else policy_version,
         version_spans=spans if len(spans) > 1 else (),
         routed_experts=experts,
+        top_ids=top_ids,
+        top_log_probs=top_log_probs,
         time_queued_s=queued_s,
         time_generate_s=generate_s,
     )
+
+
+def _log_probs(flat: Any, num_tokens: int) -> tuple[FloatArray, Int32Array | None, FloatArray | None]:
+    """Return the log-prob of each sampled token, and the ids and log-probs of the likeliest tokens, None if unwanted.
+
+    Args:
+        flat: vLLM's FlatLogprobs: rows of the sampled token and the k likeliest.
+    """
+    values = np.array(flat.logprobs, np.float32)
+    if num_tokens == 0 or values.size % num_tokens or values.size < num_tokens:
+        raise EngineError(f"vLLM gave {values.size} log-probs for {num_tokens} sampled tokens")
+    rows = values.reshape(num_tokens, -1)
+    if rows.shape[1] == 1:
+        return values, None, None
+    return rows[:, 0].copy(), np.array(flat.token_ids, np.int32).reshape(rows.shape)[:, 1:], rows[:, 1:]

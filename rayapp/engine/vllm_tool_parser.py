@@ -46,6 +46,7 @@ class HarmonyParser:
     """See `rayapp.tools.base.ToolCallParser`."""
 
     name = "openai"
+    start = ""
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         found = ((_RECIPIENT.search(message["head"]), message["body"]) for message in _MESSAGE.finditer(text))
@@ -99,6 +100,10 @@ class VllmToolParser:
         _set_deadlines(self._parser)
         # vLLM's parser logs a traceback for each malformed call; a policy writes many.
         logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
+
+    @property
+    def start(self) -> str:
+        return self._start if self._is_gated else ""
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         if self._is_gated and self._start and self._start not in text:

@@ -13,8 +13,7 @@ from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
-from rayapp.learner.optimizer import make_optimizer
-from rayapp.learner.policy import PolicyModel, load_policy
+from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer

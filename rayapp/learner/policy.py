@@ -1,14 +1,27 @@
 """The policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
 `load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
-and the frozen reference. It is independent of rewards, losses and optimizers.
+and the frozen reference. It is independent of rewards and losses.
+
+`make_optimizer` gives it AdamW. The learning rate is a pure function of the optimizer step, so resuming needs no
+scheduler.
+
+`fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
+write every token's activations several times. Attention, the head and experts have hand-written code that compiling
+would only break up. Whole layers are not compiled: micro-batches differ in every dimension but the width.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +37,15 @@ from torch.distributed.fsdp import (
 )
 
 from rayapp.config.config import Config
+from rayapp.config.learner import OptimizerSection
 from rayapp.config.other_models import DistillationSection
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, LearnerError
 from rayapp.core.names import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.distributed import whole
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
-from rayapp.learner.fused import fuse
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
 from rayapp.learner.sequence import (
     SEQUENCE_ATTENTION,
@@ -318,3 +332,119 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter with its module's name, tied ones once. Without LoRA these are the Hugging Face names."""
     yield from model.causal_lm.named_parameters()
+
+
+def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim.AdamW:
+    """Return fused AdamW with weight decay only on matrices, because norms and biases must not be pulled to 0."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 1 to `num_steps`.
+
+    The schedule reaches its end one step after the last.
+
+    Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 1.0, 0.5.
+    """
+    if step <= section.warmup_steps:
+        return section.lr * step / section.warmup_steps
+    progress = (step - 1 - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
+    return section.lr * _decay(min(1.0, progress), section)
+
+
+def _decay(progress: float, section: OptimizerSection) -> float:
+    if section.schedule == "constant":
+        return 1.0
+    share = 1.0 - progress if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients so that their global norm over all ranks is at most `max_norm`; return the norm before scaling.
+    If a gradient is not finite, neither is the norm, and no gradient is scaled.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    if torch.isfinite(norm) and norm > max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)
+
+
+ROPE = "apply_rotary_pos_emb"
+"""Name of the function in transformers' model modules."""
+GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+"""Names of a gated MLP's linear layers, for the known layouts."""
+
+
+def fuse(causal_lm: Any, device: torch.device) -> None:
+    """Make the model compile its small operators when they first run. Call it before sharding.
+
+    Raises:
+        LearnerError: the compiler is missing, or the model has nothing to compile.
+    """
+    _check_compiler(device)
+    decoder = causal_lm.get_decoder()
+    norms = [module for module in decoder.modules() if _is_norm(module)]
+    mlps = [module for module in decoder.modules() if _is_gated(module)]
+    for module in (*norms, *mlps):
+        # One compilation serves all modules of a class, because their parameters are arguments.
+        module.forward = MethodType(_compiled(type(module).forward), module)
+    rotary = [sys.modules[name] for name in {type(module).__module__ for module in decoder.modules()}]
+    rotary = [code for code in rotary if code.__name__.startswith("transformers.") and hasattr(code, ROPE)]
+    for code in rotary:
+        setattr(code, ROPE, _compiled(getattr(code, ROPE)))
+    if not norms and not mlps and not rotary:
+        raise LearnerError(f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile")
+    log.info("compiling %d norms, %d MLPs, positions of %d models", len(norms), len(mlps), len(rotary))
+
+
+def _compiled(function: Any) -> Any:
+    return _compile(getattr(function, "_torchdynamo_orig_callable", function))
+
+
+@cache
+def _compile(function: Any) -> Any:
+    """Compile for any number of tokens."""
+    return torch.compile(function, dynamic=True)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether this is a norm to compile; torch's own norms are single kernels already."""
+    is_torch = type(module).__module__.startswith("torch.")
+    return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Return whether this is a gated MLP of plain linear layers, without adapters."""
+    children = dict(module.named_children())
+    return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
+
+
+def _check_compiler(device: torch.device) -> None:
+    missing = list(_missing(device))
+    if missing:
+        raise LearnerError(
+            f"learner.compile is true, but this learner has no {' and no '.join(missing)}, which torch.compile needs "
+            f"for device {device.type}. Install it (Debian: apt-get install g++), or set learner.compile=false."
+        )
+
+
+def _missing(device: torch.device) -> Iterator[str]:
+    if not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        yield "C++ compiler"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            yield "Triton"

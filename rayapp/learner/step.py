@@ -49,8 +49,16 @@ from rayapp.learner.batch import (
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
-from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
-from rayapp.learner.policy import DeviceBatch, PolicyModel, TokenScores, reduce_gradients, to_device
+from rayapp.learner.policy import (
+    DeviceBatch,
+    PolicyModel,
+    TokenScores,
+    clip_gradients,
+    learning_rate,
+    reduce_gradients,
+    set_learning_rate,
+    to_device,
+)
 from rayapp.learner.shares import Share
 from rayapp.learner.step_plan import (
     StepTable,

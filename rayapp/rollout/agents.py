@@ -73,6 +73,8 @@ class NoCalls:
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return ()
 
+    start = ""
+
     def words(self, text: str) -> str:
         return text
 

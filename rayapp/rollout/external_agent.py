@@ -32,7 +32,7 @@ from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.types import Prompt, RequestId, SamplingParams, SandboxSpec, Trajectory
 from rayapp.rollout import external_program
 from rayapp.rollout.agent.text import readable
-from rayapp.rollout.external_program import MODEL, AgentCall, Playing, Tail, environment, remove_folder, run_program
+from rayapp.rollout.external_program import AgentCall, Playing, Tail, environment, remove_folder, run_program
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.rollout.problem import Problem
@@ -152,7 +152,8 @@ class ExternalAgent:
             sampling=sampling,
             limits=self._limits,
             request_id=request_id,
-            only_model=MODEL if self._settings.only_named_model else "",
+            other_models=self._settings.models,
+            drops_forms=self._settings.structured == "free",
         )
 
     async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:

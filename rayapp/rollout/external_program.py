@@ -24,11 +24,9 @@ from rayapp.core.errors import SandboxError
 from rayapp.core.programs import AFTER_DEATH_S, end, passed_on, supervised
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
+from rayapp.rollout.gateway.session import MODEL
 from rayapp.sandbox.local.levels import level
 from rayapp.sandbox.loopback import Accept, loopback_of
-
-MODEL = "policy"
-"""Name of the policy as a model; the program finds it in RAYAPP_MODEL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class AgentCall:
     api_key: str
     """Key of the trajectory's session, valid until the trajectory ends."""
     model: str = MODEL
-    """Name of the model to request. Any other name works too, unless `agent.external.only_named_model` is set."""
+    """Model name to request; `agent.external.models` says what happens to others."""
 
     @property
     def prompt(self) -> str:

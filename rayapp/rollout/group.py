@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rayapp.core.aio import guarded, side_by_side
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.core.protocols import RolloutEngine, SandboxSource
+from rayapp.core.protocols import OnTokens, RolloutEngine, SandboxSource
 from rayapp.core.trajectories import storable, summarize_group
 from rayapp.core.types import (
     Completion,
@@ -208,11 +208,18 @@ class _CohortPlace:
         self._prompt = prompt
         self._is_taken = False
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        if not isinstance(request_id, RequestId):  # a plug-in may pass any id, and a bad one would end the whole batch
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """See `RolloutEngine`."""
+        if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
-        return await self._engine.generate(request_id, prompt_ids, sampling)
+        return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
     async def fill(self) -> None:
         """Sample one token and drop it, unless the trajectory has sent its first request."""
@@ -265,6 +272,7 @@ def play_terms(played: Trajectory) -> dict[str, float]:
         "tool/wait_s": sum(call.waited_s for call in calls),
     }
     terms |= {f"tool/failed/{kind}": float(count) for kind, count in failures.items()}
+    terms |= {f"agent/{name}": value for name, value in played.agent_counts.items()}
     terms |= {f"tool/reward/{name}": value for name, value in played.tool_rewards.items()}
     if step_rewards:
         terms["tool/step_reward"] = float(sum(step_rewards))

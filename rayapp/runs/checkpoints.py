@@ -28,8 +28,8 @@ from rayapp.core.errors import CheckpointError, InputError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
 from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups, write_trajectories
+from rayapp.storage.base import XXH3, hash_files
 from rayapp.storage.folders import MANIFEST
-from rayapp.storage.hashing import XXH3, hash_files
 
 log = logging.getLogger(__name__)
 REFUSED = "manifest.refused.json"

@@ -18,8 +18,7 @@ from pathlib import Path
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
 from rayapp.core.files import check_key, is_aside, storage_errors
-from rayapp.storage.base import ObjectInfo, Storage
-from rayapp.storage.hashing import hash_bytes, hash_file
+from rayapp.storage.base import ObjectInfo, Storage, hash_bytes, hash_file
 
 MANIFEST, CLAIM = "manifest.json", "claim.json"
 FORMAT = 1

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
 from rayapp.core.files import Location, check_key, fsync, is_aside, storage_errors, stored
-from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, Storage
-from rayapp.storage.hashing import hash_bytes, hash_file
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, Storage, hash_bytes, hash_file
 from rayapp.storage.settings import S3Settings, settings_from_environment
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rayapp.core.errors import EngineError
+from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 
 Script = Callable[[RequestId, Sequence[int]], str | Sequence[int]]
@@ -26,6 +27,7 @@ class ScriptedEngine:
         script: returns each turn; an exception that it raises is raised by `generate`.
         end_id: token that ends a turn, appended to texts.
         latency_s: duration of each call.
+        token_s: duration of each token of a streamed call, besides.
         policy_version: policy version of every completion.
         max_model_tokens: prompt and completion together; longer prompts are refused.
     """
@@ -38,6 +40,7 @@ class ScriptedEngine:
         *,
         end_id: int,
         latency_s: float = 0.0,
+        token_s: float = 0.0,
         policy_version: int = 0,
         max_model_tokens: int = 1 << 20,
     ) -> None:
@@ -45,15 +48,22 @@ class ScriptedEngine:
         self._decode = decode
         self._script = script
         self._end_id = end_id
-        self._latency_s = latency_s
+        self._latency_s, self._token_s = latency_s, token_s
         self._max_model_tokens = max_model_tokens
         self.policy_version = policy_version
         self.requests: list[tuple[RequestId, tuple[int, ...], SamplingParams]] = []
         """Every call so far, if `record` is set."""
         self.record = False
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """Return the script's turn, cut to `sampling.max_tokens`; the token at index i has log-prob -0.5 - i / 1000."""
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Return the script's turn, cut to `sampling.max_tokens`; the token at index i has log-prob -0.5 - i / 1000.
+        The likeliest tokens are 0, 1, 2 …, of log-probs -1, -2, -3 …"""
         await asyncio.sleep(self._latency_s)
         if self.record:
             self.requests.append((request_id, tuple(prompt_ids), sampling))
@@ -66,11 +76,21 @@ class ScriptedEngine:
         token_ids = [*self._encode(said), self._end_id] if isinstance(said, str) else list(said)
         is_cut = len(token_ids) > sampling.max_tokens
         token_ids = token_ids[: sampling.max_tokens]
+        num_top = sampling.num_top_log_probs
+        if on_tokens is not None:
+            await self._stream(token_ids, on_tokens)
         return Completion(
             token_ids=np.array(token_ids, np.int32),
+            top_ids=np.tile(np.arange(num_top, dtype=np.int32), (len(token_ids), 1)) if num_top else None,
+            top_log_probs=np.tile(-1 - np.arange(num_top, dtype=np.float32), (len(token_ids), 1)) if num_top else None,
             log_probs=(-0.5 - np.arange(len(token_ids)) / 1000).astype(np.float32),
             text=said if isinstance(said, str) and not is_cut else self._decode(token_ids),
             finish_reason="length" if is_cut else "stop",
             policy_version=self.policy_version,
             time_generate_s=self._latency_s,
         )
+
+    async def _stream(self, token_ids: Sequence[int], on_tokens: OnTokens) -> None:
+        for token_id in token_ids:
+            await asyncio.sleep(self._token_s)
+            on_tokens([token_id])

@@ -1,4 +1,4 @@
-"""What every provider has to do, as checks: the same for all of ours, for real services, and for a provider of yours.
+"""Checks that every sandbox provider must pass: rayapp's own, real services, and a provider of your own.
 
     for check in CHECKS: await check(provider)          each makes its sandboxes and ends them
 

@@ -212,6 +212,11 @@ class RawCall:
 class ToolCallParser(Protocol):
     """Finds tool calls in a turn's text."""
 
+    @property
+    def start(self) -> str:
+        """Text that begins the first call of every turn with calls; empty: there is no such text."""
+        ...
+
     def parse(self, text: str) -> tuple[RawCall, ...]:
         """Return all calls in a turn's text, in order. The text includes the model's special tokens."""
         ...

@@ -16,7 +16,7 @@ Severity = Literal["critical", "warning", "info"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One alert."""
+    """Alerting rule of Prometheus."""
 
     name: str
     expr: str
@@ -24,7 +24,7 @@ class Alert:
     """Time for which the expression must hold, in Prometheus' notation."""
     severity: Severity
     summary: str
-    """One sentence, which may use Prometheus' templates."""
+    """Sentence that describes the alert; it may contain Prometheus' templates."""
     runbook: tuple[str, ...]
     """Steps to take, in this order."""
 

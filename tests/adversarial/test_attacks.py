@@ -20,15 +20,16 @@ import pytest_asyncio
 
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.local.canary import Canary
-from rayapp.sandbox.local.doctor import Attack, load_attacks, try_attack
+from rayapp.sandbox.local.doctor import Attack, Canary, load_attacks, try_attack
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
+from support.images import MachineImages
 from support.levels import EACH_LEVEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ATTACKS = load_attacks()
+QUICK = ("files", "kernel", "network", "processes", "secrets")
 REST = pytest.param(LOOPBACK_LEVELS[1], marks=pytest.mark.long)
 """Differs from one level in the loopback and from another in /proc, both of which are tried on every run."""
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ UNISOLATED = f"""
 import asyncio, json, sys
 sys.path.insert(0, {str(ROOT)!r})
 from rayapp.sandbox.local.doctor import load_attacks
-from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.doctor import Canary
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.core.types import SandboxSpec
 
@@ -135,3 +136,24 @@ def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedP
     )
     assert done.stdout, done.stderr
     return done
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize(
+    ("kind", "families"),
+    [("plain", QUICK), pytest.param("python", None, marks=pytest.mark.long)],
+    ids=["no Python of its own", "its own Python"],
+)
+async def test_sandboxes_on_images_hold_too(kind: str, families: tuple[str, ...] | None, images: MachineImages) -> None:
+    provider = images.provider(getattr(images, kind), levels=("ns+proc", "ns"))
+    try:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
+        attacks = [each for each in ATTACKS if each.is_for(sandbox.isolation) and not each.only_without_image]
+        attacks = [each for each in attacks if families is None or each.family in families]
+        with Canary(sandbox.slot) as canary:
+            checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
+    finally:
+        await provider.close()
+
+    assert [check for check in checks if not check.passed] == []
+    assert len(checks) > 40

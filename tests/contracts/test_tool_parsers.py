@@ -140,10 +140,10 @@ def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
 @pytest.mark.parametrize(
     ("family", "parser", "message"),
     [
-        ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*one that does: .*qwen3_coder"),
-        ("llama", "hermes", r"'hermes' doesn't find a call.*one that does: llama3_json"),
-        ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*one that does: deepseek_v3"),
-        ("gpt_oss", "hermes", r"'hermes' doesn't find.*one that does: openai"),
+        ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*that finds it: .*qwen3_coder"),
+        ("llama", "hermes", r"'hermes' doesn't find a call.*a parser that finds it: llama3_json"),
+        ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*a parser that finds it: deepseek_v3"),
+        ("gpt_oss", "hermes", r"'hermes' doesn't find.*a parser that finds it: openai"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(

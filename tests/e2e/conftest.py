@@ -296,7 +296,7 @@ def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRa
     """One Ray for all runs whose servers are scripted, one after the other: none of its workers finds vLLM.
 
     Its processes have the keys of the E2B stub, of judges and of tools."""
-    path = STAND_INS, ROOT
+    path = STAND_INS, ROOT, ROOT / "tests"
     with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), path, **KEYS) as ray:
         yield ray
 

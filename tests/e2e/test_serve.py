@@ -76,12 +76,12 @@ def metrics(url: str) -> dict[str, float]:
 def test_a_model_is_served_until_sigterm_and_nothing_is_left(
     tmp_path: Path,
     short_run: Callable[..., dict[str, Any]],
-    chat_model: Path,
+    policy_of: Callable[..., Path],
     descendants: Callable[[], dict[int, str]],
     settled: Callable[..., dict[int, str]],
 ) -> None:
     file, log = tmp_path / "config.yaml", tmp_path / "log"
-    file.write_text(yaml.safe_dump(short_run(tmp_path, model={"path": str(chat_model)})))
+    file.write_text(yaml.safe_dump(short_run(tmp_path, model={"path": str(policy_of({"yes": 1.0}))})))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
 
     with serving(log, kept, str(file), "--max-tokens", "900") as (process, url):

@@ -16,6 +16,8 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.D
 class HermesParser:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write calls."""
 
+    start = "<tool_call>"
+
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
 

@@ -105,7 +105,7 @@ def whole_weights(learner: PolicyLearner) -> dict[str, NDArray[np.float32]]:
 
 
 def take_sgd(learner: PolicyLearner) -> None:
-    """From now on a step moves the weights by their gradient: plain SGD with learning rate 1."""
+    """Replace the optimizer by plain SGD with learning rate 1, so that a step moves the weights by their gradient."""
     import torch
 
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]

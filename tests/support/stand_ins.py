@@ -23,6 +23,7 @@ from actors.starting import StandIn, StandIns
 from actors.vllm_server import StartEngine, VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
+from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import (
     Completion,
@@ -67,7 +68,13 @@ class SeededEngine:
         """If set, the next weight update ends the process with SIGKILL halfway."""
 
     async def generate(
-        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
+        self,
+        request_id: RequestId,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        cohort_size: int = 1,
     ) -> Completion:
         """Return the script's turn, or printable tokens of the test model's alphabet, after `latency_s`."""
         with self.in_hand.one():
@@ -149,7 +156,7 @@ class ScriptedServer(VllmServer):
         return self._seeded
 
     async def stall(self) -> None:
-        """From now on answer every ping, and never sample."""
+        """Stop sampling, but still answer every ping."""
         self._seeded.goes_on.clear()
 
     async def die_in_update(self) -> None:

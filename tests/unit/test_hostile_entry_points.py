@@ -148,6 +148,30 @@ MESSAGES = (
     ),
 )
 INPUTS = (*JSON_BOMBS, body(input="word " * 800_000), body(input=[{"role": "user", "content": "x"}] * 60_000))
+PROMPTS = (
+    *JSON_BOMBS,
+    body(prompt="word " * 800_000),
+    body(prompt=[1] * 400_000),
+    body(prompt=[[1]] * 60_000),
+    body(prompt=[1 << 62, -1]),
+    body(prompt=["x" * 100_000] * 30, n=1 << 40),
+    body(prompt="\ud800" * 30_000, logprobs=1 << 40),
+)
+FIELDS = tuple(
+    saying("hi", prompt="hi", **fields)
+    for fields in (
+        {"logit_bias": {str(i): 1 for i in range(90_000)}},
+        {"logit_bias": {"1" * 5000: 1}, "stop_token_ids": [1 << 70]},
+        {"bad_words": ["x"] * 90_000, "allowed_token_ids": [1] * 90_000},
+        {"structured_outputs": {"json": DEEP, "regex": "(a*)*" * 50_000}},
+        {"structured_outputs": {"regex": "(((a{999}){999}){999})" * 10_000}},
+        {"structured_outputs": {"json": DEEP}, "response_format": {"type": "json_schema", "json_schema": DEEP}},
+        {"chat_template_kwargs": {f"x{i}": "y" * 999 for i in range(50_000)}},
+        {"chat_template_kwargs": {"messages": [], "tools": "x"}, "reasoning_effort": "x" * 900_000},
+        {"logprobs": True, "top_logprobs": 20, "max_tokens": 1 << 60, "min_tokens": 1 << 60},
+        {"temperature": float("nan"), "min_p": 1e308, "seed": 1 << 200},
+    )
+)
 PROGRAMS = (
     *JSON_BOMBS,
     body(code="1", files={"../x": "", "/etc/x": ""}),
@@ -174,6 +198,7 @@ QUERIES = (
 BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "gateway": {
         "/{session}/v1/chat/completions": MESSAGES,
+        "/{session}/v1/completions": PROMPTS,
         "/{session}/v1/responses": INPUTS,
         "/{session}/v1/messages": MESSAGES,
         "/{session}/v1/messages/count_tokens": MESSAGES[6:9],
@@ -181,7 +206,8 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/{session}/v1/models/{model}": QUERIES,
     },
     "serve": {
-        "/v1/chat/completions": MESSAGES,
+        "/v1/chat/completions": (*MESSAGES, *FIELDS),
+        "/v1/completions": (*PROMPTS[6:], *FIELDS),
         "/v1/responses": INPUTS[6:],
         "/v1/messages": MESSAGES[6:],
         "/v1/messages/count_tokens": MESSAGES[6:9],
@@ -286,13 +312,13 @@ async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
 
 @asynccontextmanager
 async def serve(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
-    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), "k")
+    door = OpenDoor(formats(tokenizer), engine(tokenizer), SamplingParams(max_tokens=9), ["k"])
     opened = open_to_all(
         formats(tokenizer),
         AnyServer([engine(tokenizer)]),
         model="m",
         sampling=SamplingParams(max_tokens=32_768),
-        key="k",
+        keys=["k"],
         sockets=bound("127.0.0.1", 0),
     )
     async with opened as url:
@@ -498,8 +524,15 @@ DECODES = {
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
     "rayapp/runs/view/server.py": "view",
-    "rayapp/sandbox/local/canary.py": OURS,
+    **{
+        f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
+        for name in ("manifest", "pull", "sources")
+    },
+    "rayapp/sandbox/images/store.py": OURS,
+    "rayapp/sandbox/images/unpack.py": "unit/sandbox/images/test_unpack.py",
+    "rayapp/sandbox/local/doctor.py": OURS,
     "rayapp/sandbox/local/inside/child.py": OURS,
+    "rayapp/sandbox/local/inside/guest.py": OURS,
     "rayapp/sandbox/local/staging.py": OURS,
     "rayapp/sandbox/local/wire.py": "unit/sandbox/verdict/test_codec.py",
     "rayapp/sandbox/service/app.py": "sandbox service",

@@ -14,7 +14,7 @@ import numpy as np
 from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged, model_of
 from rayapp.config.config import Config
 from rayapp.core.types import RequestId, SamplingParams
-from rayapp.learner.memory.gpus import GIB
+from rayapp.learner.memory.shape import GIB
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """Largest allowed mean over tokens: differences from bfloat16 summation order are smaller."""

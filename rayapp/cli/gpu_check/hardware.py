@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.cli.doctor import installed
 from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB, gpu_here
+from rayapp.learner.memory.shape import GIB, gpu_here
 
 LEAST_DRIVER = 580
 """Oldest driver that supports CUDA 13."""

@@ -23,9 +23,8 @@ import yaml
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.learner.memory.gpus import GIB
 from rayapp.learner.memory.plan import plan_node
-from rayapp.learner.memory.shape import model_shape
+from rayapp.learner.memory.shape import GIB, model_shape
 
 Manifest = dict[str, Any]
 MAX_NAME = 47

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayapp.config.config import Config, with_values
-from rayapp.learner.memory.gpus import Gpu
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import Gpu, ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
 LARGEST_SHARE = 0.95

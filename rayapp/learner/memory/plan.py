@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from rayapp.config.bundles import asked_servers
 from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.learner.memory.gpus import GIB, NODE_GPUS, Gpu
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, NODE_GPUS, Gpu, ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and NCCL's buffers: an assumption. One H100 without NCCL took 0.8 GiB."""

@@ -34,8 +34,16 @@ from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
 from rayapp.learner.distributed import learner_mesh, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.token_budget import CpuMeter
-from rayapp.learner.optimizer import make_optimizer
-from rayapp.learner.policy import DTYPES, DeviceBatch, PolicyModel, build_causal_lm, policy_of, shard, to_device
+from rayapp.learner.policy import (
+    DTYPES,
+    DeviceBatch,
+    PolicyModel,
+    build_causal_lm,
+    make_optimizer,
+    policy_of,
+    shard,
+    to_device,
+)
 from rayapp.learner.shares import Share
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayapp.config.config import Config
-from rayapp.learner.memory.gpus import NODE_GPUS, NODE_LINK_GB_S, Gpu
 from rayapp.learner.memory.plan import (
     ADAM,
     ELEMENT_BYTES,
@@ -25,7 +24,7 @@ from rayapp.learner.memory.plan import (
     layer_bytes_per_token,
     weight_bytes,
 )
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 """Shares of the maker's figures that large matrix products, flash attention, reads and writes, and NCCL reach."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from rayapp.core.errors import ConfigError
@@ -58,19 +59,26 @@ class ChatFormat:
         tools: all tools that the policy may call.
         template: Jinja text that replaces the tokenizer's own template; empty for the tokenizer's own.
         name: name of the model, for messages.
+        variables: variables of the template, besides the tokenizer's own.
     Raises:
         ConfigError: there is no template, or the template ignores tools or their results.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, tools: Sequence[ToolSchema] = (), *, template: str = "", name: str = "the model"
+        self,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[ToolSchema] = (),
+        *,
+        template: str = "",
+        name: str = "the model",
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self._name = name
         self._template = template
         self._schemas = tuple(tools)
         self._tools = [tool.as_openai() for tool in tools]
-        self._options: dict[str, Any] = {"chat_template": template} if template else {}
+        self._options: dict[str, Any] = dict(variables) | ({"chat_template": template} if template else {})
         self._special_ids = special_ids(tokenizer)
         self._end_text = self._end_of_turn()
         self._end_ids = self._encode(self._end_text)
@@ -85,6 +93,12 @@ class ChatFormat:
     def without_tools(self) -> ChatFormat:
         """Return this format for prompts that list no tools."""
         return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
+
+    def may_read(self, variable: str) -> bool:
+        """Return False if the template doesn't mention this variable."""
+        texts = self._template or getattr(self.tokenizer, "chat_template", None) or ""
+        text = "\n".join(map(str, texts.values())) if isinstance(texts, dict) else str(texts)
+        return re.search(rf"\b{re.escape(variable)}\b", text) is not None
 
     @property
     def has_tools(self) -> bool:
@@ -113,11 +127,13 @@ class ChatFormat:
         return text
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn. It keeps the special tokens that a tool parser needs, but not the turn's end."""
+        """Return the text of a turn, with the tokens that a tool parser looks for and without the end of the turn."""
+        return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
+
+    def num_said(self, token_ids: Sequence[int]) -> int:
+        """Return the number of a turn's tokens before those that may be the end of the turn."""
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
-        if kept == len(token_ids) and self._ends_otherwise(token_ids):
-            kept -= 1
-        return self.tokenizer.decode(list(token_ids[:kept]), skip_special_tokens=False)
+        return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
     def suffix_ids(
         self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()

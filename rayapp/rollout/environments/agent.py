@@ -88,6 +88,10 @@ class WholeTurn:
     tool: str
     argument: str
 
+    @property
+    def start(self) -> str:
+        return ""
+
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return (RawCall(name=self.tool, arguments=json.dumps({self.argument: text.strip()})),)
 

@@ -6,24 +6,25 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields
+from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields, sampling
 from rayapp.rollout.gateway.reading import (
     call_form,
     content,
-    distribution,
     event,
     flag,
     json_form,
     objects,
-    pieces,
     positive,
     refuse,
     stops,
+    structured_form,
+    template_variables,
     text,
     tool,
     tools,
 )
+from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 from rayapp.tools.base import ToolSchema
 
 _TYPES: dict[Kind, str] = {
@@ -37,8 +38,8 @@ _TYPES: dict[Kind, str] = {
 }
 _SCHEMA = "input_schema"
 _FIELDS = names("""
-    max_tokens messages model output_config output_format seed stop_sequences stream system temperature thinking
-    tool_choice tools top_k top_p
+    chat_template_kwargs max_tokens messages model output_config output_format stop_sequences stream
+    structured_outputs system thinking tool_choice tools
     """)
 
 
@@ -55,14 +56,19 @@ class AnthropicMessages:
         head = (Said(role="system", text=system),) if system else ()
         said = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
         form = json_form(output.get("format") or body.get("output_format"), "output_config.format")
+        distribution, options = sampling(body)
         return Ask(
             messages=(*head, *said),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stops(body.get("stop_sequences"), "stop_sequences"),
-            distribution=distribution(body),
-            form=_chosen_calls(chosen, brought, several=several) or form,
+            distribution=distribution,
+            options=options,
+            variables=template_variables(body.get("chat_template_kwargs"), output.get("effort")),
+            form=_chosen_calls(chosen, brought, several=several)
+            or form
+            or structured_form(body.get("structured_outputs")),
             reads_calls=chosen.get("type") != "none",
             several_calls=several,
             is_stream=bool(body.get("stream")),
@@ -70,7 +76,7 @@ class AnthropicMessages:
             not_followed=(
                 *others.not_followed,
                 *(["thinking"] if thinking else []),
-                *(f"output_config.{name}" for name in output if name != "format"),
+                *(f"output_config.{name}" for name in output if name not in ("effort", "format")),
             ),
             unknown=others.unknown,
         )
@@ -84,19 +90,8 @@ class AnthropicMessages:
             "usage": _usage(reply, reply.num_tokens),
         }
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        choice = reply.choices[0]
-        start = _head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
-        yield _event("message_start", message=start)
-        for index, block in enumerate(_blocks(choice, ask)):
-            empty, deltas = _streamed(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        delta = {"stop_reason": _reason(choice), "stop_sequence": choice.is_stopped_by or None}
-        yield _event("message_delta", delta=delta, usage={"output_tokens": reply.num_tokens})
-        yield _event("message_stop")
+    def stream(self, begun: Begun, ask: Ask) -> StreamWriter:
+        return _Stream(begun, ask)
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
         # Agents compact their history when an error contains these words.
@@ -106,6 +101,67 @@ class AnthropicMessages:
 
     def refusal_event(self, refused: RefusedError) -> bytes:
         return event(self.refusal(refused), "error")
+
+
+class _Stream(StreamWriter):
+    def __init__(self, begun: Begun, ask: Ask) -> None:
+        super().__init__(begun, ask)
+        self._open: PartKind | None = None
+        """Kind of the block that is open."""
+        self._num_blocks = 0
+
+    def begin(self) -> bytes:
+        start: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(self.begun, 0),
+        }
+        return _event("message_start", message=_head(self.begun) | start)
+
+    def delta(self, index: int, kind: PartKind, text: str) -> bytes:
+        if kind == "thoughts" and not self.ask.wants_thoughts:
+            return b""
+        is_text = kind == "text"
+        delta = {"type": "text_delta", "text": text} if is_text else {"type": "thinking_delta", "thinking": text}
+        return self._begun(kind) + _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _begun(self, kind: PartKind) -> bytes:
+        """Return the events that open a block of this kind, unless it is open."""
+        if self._open == kind:
+            return b""
+        ended, self._open = self._ended(), kind
+        thinking = {"type": "thinking", "thinking": "", "signature": ""}
+        return ended + self._start({"type": "text", "text": ""} if kind == "text" else thinking)
+
+    def _start(self, block: Mapping[str, Any]) -> bytes:
+        self._num_blocks += 1
+        return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _ended(self) -> bytes:
+        """Return the event that closes the open block, if there is one."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return self._stop()
+
+    def _stop(self) -> bytes:
+        return _event("content_block_stop", index=self._num_blocks - 1)
+
+    def end(self, reply: Reply) -> bytes:
+        choice = reply.choices[0]
+        events = [self.rest(0, choice)]
+        if not choice.text and not choice.calls:
+            events.append(self._begun("text"))
+        events.append(self._ended())
+        for block in (_tool_use(call) for call in choice.calls):
+            events.append(self._start(block | {"input": {}}))
+            arguments = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events.append(_event("content_block_delta", index=self._num_blocks - 1, delta=arguments))
+            events.append(self._stop())
+        delta = {"stop_reason": _reason(choice), "stop_sequence": choice.is_stopped_by or None}
+        events.append(_event("message_delta", delta=delta, usage={"output_tokens": reply.num_tokens}))
+        return b"".join([*events, _event("message_stop")])
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -176,7 +232,7 @@ def _made(block: Mapping[str, Any], where: str) -> ToolCall:
     )
 
 
-def _head(reply: Reply) -> dict[str, Any]:
+def _head(reply: Begun) -> dict[str, Any]:
     return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
 
 
@@ -186,26 +242,12 @@ def _blocks(choice: Choice, ask: Ask) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": choice.thoughts, "signature": ""})
     if choice.text or not choice.calls:
         blocks.append({"type": "text", "text": choice.text})
-    for call in choice.calls:
-        given = call.parsed if isinstance(call.parsed, dict) else {}
-        blocks.append({"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": given})
-    return blocks
+    return [*blocks, *map(_tool_use, choice.calls)]
 
 
-def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block without its content, and the content as deltas."""
-    match block["type"]:
-        case "thinking":
-            return block | {"thinking": ""}, [
-                {"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])
-            ]
-        case "text":
-            return block | {"text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
-        case _:
-            whole = json.dumps(block["input"])
-            return block | {"input": {}}, [
-                {"type": "input_json_delta", "partial_json": piece} for piece in pieces(whole)
-            ]
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    given = call.parsed if isinstance(call.parsed, dict) else {}
+    return {"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": given}
 
 
 def _reason(choice: Choice) -> str:
@@ -216,7 +258,7 @@ def _reason(choice: Choice) -> str:
     return "stop_sequence" if choice.is_stopped_by else "end_turn"
 
 
-def _usage(reply: Reply, num_tokens: int) -> dict[str, int]:
+def _usage(reply: Begun, num_tokens: int) -> dict[str, int]:
     return {
         "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens,
         "cache_read_input_tokens": reply.num_cached_tokens,

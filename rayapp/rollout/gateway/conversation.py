@@ -14,14 +14,17 @@ import math
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, Literal
 
 from rayapp.core.types import FinishReason
 from rayapp.tools.base import ToolSchema
 
+_PER_MESSAGE = 500
+"""Bytes of a kept message besides its texts, about."""
 Key = tuple[object, ...]
 """Hashable value of a message; messages with equal keys count as the same message."""
 
@@ -71,11 +74,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """JSON form that the answer must have. Only sessions that are not trained on support it."""
+    """Form that the answer must have."""
 
     field: str
-    """Field of the request that asks for the form."""
-    schema: Mapping[str, Any]
+    """Field of the request that asks for it."""
+    structured: Mapping[str, Any]
+    """Value of `SamplingParams.structured_outputs`."""
     is_calls: bool = False
     """True if the form is a list of calls, each with name and arguments."""
     problem: str = ""
@@ -86,7 +90,9 @@ class Form:
 class Ask:
     """One call of an API."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[Said, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Prompts to continue as they are, as text or token ids, instead of messages (completions only)."""
     tools: tuple[ToolSchema, ...] = ()
     model: str = "policy"
     """Name of the model in the request, repeated in the reply. There is only one policy."""
@@ -95,7 +101,13 @@ class Ask:
     """Limit of each choice; None allows as many tokens as the session has left."""
     stop: tuple[str, ...] = ()
     distribution: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling settings by the names of `SamplingParams`, for sessions that are not trained on."""
+    """temperature, top_p, top_k and seed as given; not followed in sessions that are trained on."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other sampling settings by vLLM's names; refused in sessions that are trained on."""
+    num_top_log_probs: int | None = None
+    """Return the log-prob of each token, and of so many of the likeliest tokens; None: no log-probs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template. Those that the template doesn't read have no effect."""
     form: Form | None = None
     reads_calls: bool = True
     """If False, text that looks like a call stays text."""
@@ -103,6 +115,8 @@ class Ask:
     """If False, the reply has only the first call of the turn."""
     not_followed: tuple[str, ...] = ()
     """Names of fields that are ignored."""
+    is_freed: bool = False
+    """True if a wish for a form was dropped."""
     unknown: tuple[str, ...] = ()
     """Names of fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
@@ -118,6 +132,16 @@ class Ask:
     """True if a later call may continue from this call's reply by its id (Responses only)."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """A sampled token with its log-prob, and the likeliest tokens in its place."""
+
+    token: str
+    log_prob: float
+    top: tuple[tuple[str, float], ...] = ()
+    """(token, log-prob), likeliest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One completion as an API represents it."""
@@ -130,6 +154,8 @@ class Choice:
     is_stopped_by: str = ""
     """Stop text that ended the completion; empty if none did."""
     num_tokens: int = 0
+    log_probs: tuple[TokenLogProb, ...] = ()
+    """One for each sampled token, if the call asked for them."""
 
     @property
     def said(self) -> Said:
@@ -137,16 +163,26 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Answer to an `Ask`."""
+class Begun:
+    """The part of an answer that is known when its prompt is read."""
 
-    choices: tuple[Choice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
     """Number of tokens of the prompt that were part of an earlier call of the session."""
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Begun):
+    """Answer to an `Ask`."""
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def of(cls, begun: Begun, choices: tuple[Choice, ...]) -> Reply:
+        return cls(choices=choices, **{each.name: getattr(begun, each.name) for each in fields(begun)})
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +215,32 @@ class Found:
     """Number of messages that are recorded already."""
 
 
+class Replies:
+    """The latest conversations, each up to a reply, by the reply's id.
+
+    Args:
+        max_chars: most characters of all together; the oldest are dropped. A conversation counts with each of its
+            replies.
+    """
+
+    def __init__(self, max_chars: int = 64 << 20) -> None:
+        self._max_chars = max_chars
+        self._kept: OrderedDict[str, tuple[tuple[Said, ...], int]] = OrderedDict()
+        self._num_chars = 0
+
+    def add(self, reply_id: str, messages: tuple[Said, ...]) -> None:
+        size = sum(_PER_MESSAGE + len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
+        self._kept[reply_id] = messages, size
+        self._num_chars += size
+        while self._num_chars > self._max_chars:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._num_chars -= dropped
+
+    def get(self, reply_id: str) -> tuple[Said, ...] | None:
+        """Return the messages up to a reply; None if it isn't kept."""
+        return self._kept[reply_id][0] if reply_id in self._kept else None
+
+
 class Conversations:
     """Tree of the messages of a session's turns, one for each set of tools."""
 
@@ -204,6 +266,20 @@ class Conversations:
         is_edited = any(said.role == "assistant" for said in messages[found.num_messages :])
         return Found() if is_edited else found
 
+    def drift(self, tools: Key, messages: Sequence[Said]) -> Drift | None:
+        """Return why these messages, which begin a new conversation, continue none of those recorded; None if none
+        is."""
+        if not self._roots:
+            return None
+        if tools not in self._roots:
+            return Drift("tools_changed")
+        place = self._roots[tools]
+        for number, said in enumerate(messages):
+            if (following := place.children.get(said.key)) is None:
+                return _drift(place, said, is_first=number == 0)
+            place = following
+        return Drift("history_cut")
+
     def record(
         self, tools: Key, messages: Sequence[Said], *, prompt_end: int, reply: Said, turn: int, end: int
     ) -> None:
@@ -215,6 +291,50 @@ class Conversations:
             place.prompt_end = prompt_end
         place = place.children.setdefault(reply.key, _TreePlace())
         place.turn, place.turn_end = turn, end
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The reason why a call begins a new conversation, and the texts at their first difference."""
+
+    reason: str
+    recorded: str = ""
+    sent: str = ""
+
+    def __str__(self) -> str:
+        shown = f": {self.sent!r} was sent, {self.recorded!r} is recorded" if self.recorded or self.sent else ""
+        return self.reason.replace("_", " ") + shown
+
+
+_REASONS = {"system": "system_prompt_changed", "tool": "result_changed", "user": "history_rewritten"}
+_SHOWN_CHARS = 40
+
+
+def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
+    """Return the difference between a message and those recorded in its place."""
+    known = [key for key in place.children if key[0] == said.role]
+    if not known:
+        other = "other_conversation" if is_first else "history_rewritten"
+        return Drift("reply_never_sampled" if said.role == "assistant" else other, "", said.text[:_SHOWN_CHARS])
+    closest = max(known, key=lambda key: _num_equal(_flat(key), _flat(said.key)))
+    if said.role != "assistant":
+        reason = "other_conversation" if is_first and said.role == "user" else _REASONS[said.role]
+    elif len(closest) == len(said.key) and closest[1] == said.key[1]:
+        reason = "arguments_rewritten"
+    else:
+        reason = "reply_rewritten"
+    start = max(0, _num_equal(recorded := _flat(closest), sent := _flat(said.key)) - _SHOWN_CHARS // 4)
+    return Drift(reason, recorded[start : start + _SHOWN_CHARS], sent[start : start + _SHOWN_CHARS])
+
+
+def _flat(key: Key) -> str:
+    """Return the texts of a message's key."""
+    return "\n".join(part if isinstance(part, str) else " ".join(map(str, part)) for part in key[1:])  # type: ignore[call-overload]
+
+
+def _num_equal(first: str, second: str) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:
@@ -303,9 +423,9 @@ def not_offered(wish: str) -> str:
     )
 
 
-def not_in_training(wish: str) -> str:
+def not_in_training(wish: str, instead: str = "") -> str:
     """Return the message for a request that is supported only if the policy is not trained on it."""
     return (
-        f"{wish} is not supported while the policy is trained on its answers; `rayapp serve` supports it. Leave it out "
-        "and describe the form of the answer in the prompt"
+        f"{wish} is not supported while the policy is trained on its answers; `rayapp serve` supports it. Leave it "
+        f"out{instead}"
     )

@@ -6,9 +6,12 @@ Each dialect calls `other_fields` with the names of the fields that it reads its
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rayapp.rollout.gateway.conversation import RefusedError, not_offered
+from rayapp.rollout.order import MAX_SEED
 
 
 def names(text: str) -> frozenset[str]:
@@ -22,31 +25,94 @@ _HARMLESS = names("""
     prompt_cache_retention request_id safety_identifier service_tier speed store stream stream_options user
     user_profile_id workspace_id
     """)
-"""Fields that are ignored silently: they are about the caller, or about a service's storage and speed."""
-_NOT_FOLLOWED = names("context_management include reasoning reasoning_effort thinking truncation verbosity")
-"""Fields that are ignored and named in the reply: the chat template or the session determines their settings."""
+"""Fields about the caller, or about a service's storage and speed."""
+_NOT_FOLLOWED = names("context_management include reasoning thinking truncation verbosity")
+"""Fields for settings that the chat template or the session determines."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "repetition_penalty": (1,),
     "best_of": (1,),
     **dict.fromkeys(
         names("""
-        allowed_token_ids audio background bad_words chat_template chat_template_kwargs compaction container
-        continue_final_message conversation echo fallbacks frequency_penalty function_call functions guided_choice
-        guided_grammar guided_json guided_regex ignore_eos image logit_bias logits_processors logprobs mcp_servers min_p
-        min_tokens presence_penalty prompt prompt_logprobs repetition_detection stop_token_ids structural_tag
-        structured_outputs thinking_token_budget thread top_logprobs truncate_prompt_tokens use_beam_search
-        web_search_options
+        audio background chat_template compaction container continue_final_message conversation echo fallbacks
+        function_call functions guided_choice guided_grammar guided_json guided_regex image logits_processors logprobs
+        mcp_servers prompt prompt_logprobs repetition_detection structural_tag suffix thread top_logprobs
+        truncate_prompt_tokens use_beam_search web_search_options
         """),
         (0, False, "", [], {}),
     ),
 }
-"""Fields that would change the sampling or request an unsupported feature, with the values of each that do neither."""
+"""Fields that request something that is missing here, with their values that request nothing."""
+_INSTEAD = {f"guided_{name}": f"structured_outputs: {{{name}: …}}" for name in ("json", "regex", "choice", "grammar")}
+"""Fields of earlier versions of vLLM, and what replaces them."""
 
 _MAX_FIELDS = 100
+_Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Ids = Annotated[list[_Id], Field(max_length=1024)]
+_Word = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class SamplingFields(BaseModel):
+    """Sampling fields of a request: names and bounds of vLLM's SamplingParams, and bounded in size. Each default but
+    those of `_DISTRIBUTION` is the value that changes nothing."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 64)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    ignore_eos: bool = False
+    stop_token_ids: _Ids = []
+    allowed_token_ids: _Ids | None = None
+    bad_words: Annotated[list[_Word], Field(max_length=64)] = []
+    logit_bias: dict[Annotated[_Id, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024
+    )
+    thinking_token_budget: int | None = Field(None, ge=0, lt=1 << 31)
+
+
+_DISTRIBUTION = names("temperature top_p top_k seed")
+"""Fields that most clients send whether or not their users chose a value. Training keeps its own values."""
+SAMPLING_FIELDS = frozenset(SamplingFields.model_fields)
+
+
+class Sampling(NamedTuple):
+    """Sampling fields of one request."""
+
+    distribution: dict[str, Any]
+    """Given fields of `_DISTRIBUTION`."""
+    options: dict[str, Any]
+    """Other given fields that change the sampling."""
+
+
+def sampling(body: Mapping[str, Any]) -> Sampling:
+    """Return the request's sampling fields, by the names of vLLM's SamplingParams.
+
+    Raises:
+        RefusedError: a value is out of bounds.
+    """
+    given = {name: value for name in SAMPLING_FIELDS if (value := body.get(name)) is not None}
+    if not given:
+        return Sampling({}, {})
+    try:
+        found = SamplingFields.model_validate(given).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part)[:40] for part in first["loc"])
+        raise RefusedError("invalid", f"{where}: {first['msg']}, not {first['input']!r:.60}") from None
+    if "seed" in found:
+        found["seed"] %= MAX_SEED
+    distribution = {name: found.pop(name) for name in _DISTRIBUTION & found.keys()}
+    fields = SamplingFields.model_fields
+    return Sampling(distribution, {name: value for name, value in found.items() if value != fields[name].default})
 
 
 class OtherFields(NamedTuple):
@@ -68,12 +134,13 @@ def other_fields(body: Mapping[str, Any], read: Collection[str]) -> OtherFields:
         raise RefusedError("invalid", f"the body has {len(body)} fields: at most {_MAX_FIELDS} are allowed")
     not_followed, unknown = list[str](), list[str]()
     for name, value in body.items():
-        if value is None or name in read or name in _HARMLESS:
+        if value is None or name in read or name in _HARMLESS or name in SAMPLING_FIELDS:
             continue
         if name in _NOT_FOLLOWED:
             not_followed.append(name)
         elif name not in _NEUTRAL:
             unknown.append(name[:60])
         elif value not in _NEUTRAL[name]:
-            raise RefusedError("invalid", not_offered(f"{name} {value!r:.60}"))
+            instead = f" Send {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise RefusedError("invalid", not_offered(f"{name} {value!r:.60}") + instead)
     return OtherFields(tuple(not_followed), tuple(unknown))

@@ -10,17 +10,21 @@ import atexit
 import gc
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.core.types import Completion
 from rayapp.rollout.agent.build import MakeParser, sample_of, vllm_parser
 from rayapp.rollout.agent.calls import PARSING
 from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.text import readable
 from rayapp.rollout.agents import NoCalls
-from rayapp.rollout.gateway.conversation import Key, RefusedError, Said
+from rayapp.rollout.gateway.conversation import Key, RefusedError, Said, TokenLogProb
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
@@ -29,6 +33,7 @@ _MOST_KEPT, _MOST_KEPT_CHARS = 64, 8 << 20
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the garbage collector: new objects before a collection of the youngest generation, and collections of a
 generation before the next older one. Python's are 700, 10, 10."""
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class Format:
     key: Key
     chat: ChatFormat
     parser: ToolCallParser
+
+    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Return True if the prompt ends within thoughts, which the template begins for the policy."""
+        end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
+        return end.rstrip().endswith("<think>")
 
 
 class Formats:
@@ -74,31 +84,64 @@ class Formats:
         tokenizer: Any = load_tokenizer(config)
         return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
 
-    async def with_tools(self, tools: Sequence[ToolSchema]) -> Format:
-        """Return the format for these tools.
+    async def of_call(self, tools: Sequence[ToolSchema], variables: Mapping[str, Any] = _NONE) -> Format:
+        """Return the format for these tools and variables of the template.
 
         Raises:
             RefusedError: the model's template or the parser can't take them.
         """
-        if not tools:
+        read = {name: value for name, value in variables.items() if self.plain.chat.may_read(name)}
+        if not tools and not read:
             return self.plain
-        key = (json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]),)
+        told = [(tool.name, tool.description, tool.parameters) for tool in tools]
+        key: Key = (json.dumps(told), json.dumps(read, sort_keys=True))
         if (found := self._made.get(key)) is None:
-            # Use the one thread of all parsers: importing vLLM takes seconds, and parsers keep state.
-            found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))
+            # Use the parsers' only thread: importing vLLM takes seconds, and parsers keep state.
+            found = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools), read)
             self._made[key] = found
         self._made.move_to_end(key)
-        while len(self._made) > _MOST_KEPT or sum(len(str(made[0])) for made in self._made) > _MOST_KEPT_CHARS:
+        while len(self._made) > _MOST_KEPT or sum(len(str(made)) for made in self._made) > _MOST_KEPT_CHARS:
             self._made.popitem(last=False)
         return found
 
-    def _make(self, key: Key, tools: tuple[ToolSchema, ...]) -> Format:
+    def ids_of(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """Return the ids of a prompt that is read as it is.
+
+        Raises:
+            RefusedError: it is empty, or has ids that are not the tokenizer's.
+        """
+        ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if not ids or not 0 <= min(ids) <= max(ids) <= self._last_id:
+            raise RefusedError("invalid", f"a prompt must be a text or token ids from 0 to {self._last_id}, not empty")
+        return ids
+
+    @cached_property
+    def _last_id(self) -> int:
+        return int(max(self._tokenizer.get_vocab().values()))
+
+    def log_probs(self, completion: Completion) -> tuple[TokenLogProb, ...]:
+        """Return the log-probs of a completion's tokens, with the tokens as text."""
+
+        def text(token_id: int) -> str:
+            return readable(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+        tops: list[tuple[tuple[str, float], ...]] = [()] * completion.token_ids.size
+        if completion.top_ids is not None and completion.top_log_probs is not None:
+            rows = zip(completion.top_ids.tolist(), completion.top_log_probs.tolist(), strict=True)
+            tops = [tuple((text(each), value) for each, value in zip(*row, strict=True)) for row in rows]
+        sampled = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), tops, strict=True)
+        return tuple(TokenLogProb(text(each), value, top) for each, value, top in sampled)
+
+    def _make(self, key: Key, tools: tuple[ToolSchema, ...], variables: Mapping[str, Any]) -> Format:
         try:
             told = [self._harmless(tool) for tool in tools]
-            chat = ChatFormat(self._tokenizer, told, template=self._template, name=self._model)
+            harmless = self.plain.chat.harmless(variables)
+            chat = ChatFormat(self._tokenizer, told, template=self._template, name=self._model, variables=harmless)
+            if not tools:
+                return Format(key, chat, NoCalls())
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
         except Exception as error:  # boundary: templates and parsers are programs that read an agent's tools
-            raise RefusedError("invalid", f"these tools can't be put into the prompt: {error}") from error
+            raise RefusedError("invalid", f"these tools and variables can't be put into the prompt: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
 

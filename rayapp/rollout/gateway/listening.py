@@ -20,7 +20,8 @@ from rayapp.sandbox.loopback import Accept
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 30.0
-"""Maximum time of a connection without a request: before its first request's headers arrive, and between requests."""
+"""Longest time of a connection without a request: before the headers of its first request, and between two requests."""
+_MOST_CONNECTIONS = 1024
 _BACKLOG = 1024
 """Connections that the kernel queues: the agents of a whole worker connect at once."""
 _WAIT_S = 0.05
@@ -166,12 +167,19 @@ class Listening:
     def _close_longest(self) -> None:
         connection = next(iter(self._idle))
         del self._idle[connection]
+        if connection.transport is not None:
+            connection.transport.abort()  # close() would first wait for a client that does not read its answer
         connection.force_close()
 
 
 def _default_connections() -> int:
-    """Return half of the file descriptors that this process may open: the rest is for other uses."""
-    return max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+    """Return half of the descriptors that this process may have, after raising that limit if it is too low: the other
+    half is for other uses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2 * _MOST_CONNECTIONS:
+        soft = 2 * _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * _MOST_CONNECTIONS, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(16, min(_MOST_CONNECTIONS, soft // 2))
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:

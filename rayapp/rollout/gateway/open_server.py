@@ -1,10 +1,11 @@
 """Server of `rayapp serve`: any client with the key may sample from the policy; nothing is recorded for training.
 
-    POST /v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
-    GET /metrics | /health    without a key
+    POST /v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
+    GET  /v1/models | /v1/models/<model>
+    GET  /metrics | /health    without a key
 
-Each call gets its own session, which ends with the call: nothing is kept, so memory does not grow. Requests may set the
-sampling distribution, because evaluation harnesses choose their own.
+Each call gets its own session, which ends with it; of earlier calls only the latest responses' conversations are kept.
+Requests set the distribution, as evaluation harnesses choose their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from collections import Counter as Counts
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -21,11 +23,15 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import RequestId, SamplingParams
+from rayapp.rollout.gateway.conversation import RefusedError, Replies
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import Listening
 from rayapp.rollout.gateway.server import Api, check_key
 from rayapp.rollout.gateway.session import MOST_CHOICES, Session, SessionLimits
 
+MAX_REQUESTS = 1024
+_KEPT_CHARS = 64 << 20
+"""Most characters of the conversations that calls may continue by a reply's id."""
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
@@ -55,17 +61,34 @@ class Numbers:
 
 
 class OpenDoor:
-    """Opens a session for each call that has the server's key; the session ends with the call."""
+    """Opens a session for each call that has a key; the session ends with the call.
 
-    def __init__(self, formats: Formats, engine: RolloutEngine, sampling: SamplingParams, key: str) -> None:
-        self._formats, self._engine, self._key = formats, engine, key
-        self._sampling = sampling
+    Args:
+        keys: keys that open it. Conversations are continued only with the key that began them.
+        max_requests: most calls of one key at once; further calls get 429.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        keys: Sequence[str],
+        *,
+        max_requests: int = MAX_REQUESTS,
+    ) -> None:
+        self._formats, self._engine, self._sampling = formats, engine, sampling
+        self._keys = {key: Replies(_KEPT_CHARS // len(keys)) for key in keys}
+        self._max_requests = max_requests
+        self._running = Counts[str]()
         self._limits = SessionLimits(max_tokens=sampling.max_tokens, max_turns=MOST_CHOICES)
         self.numbers = Numbers()
 
     @contextmanager
     def __call__(self, request: web.Request) -> Iterator[Session]:
-        check_key(request, self._key, "this key does not open this server")
+        key = check_key(request, self._keys, "this key does not open this server")
+        if self._running[key] >= self._max_requests:
+            raise RefusedError("busy", f"{self._max_requests} calls with this key are being answered: ask again later")
         session = Session(
             formats=self._formats,
             engine=self._engine,
@@ -73,10 +96,13 @@ class OpenDoor:
             limits=self._limits,
             follows_requests=True,
             request_id=RequestId("serve", uuid.uuid4().int),
+            replies=self._keys[key],
         )
+        self._running[key] += 1
         try:
             yield session
         finally:
+            self._running[key] -= 1
             session.end()
             self._note(session)
 
@@ -113,20 +139,22 @@ async def open_to_all(
     *,
     model: str,
     sampling: SamplingParams,
-    key: str,
+    keys: Sequence[str],
     sockets: Sequence[socket.socket],
     max_connections: int = 0,
+    max_requests: int = MAX_REQUESTS,
 ) -> AsyncIterator[str]:
     """Run the server while the block runs; yield the server's URL.
 
     Args:
         model: name of the policy in the list of models.
         sampling: limit of a call's prompt and answer together, and defaults of requests.
-        key: key that clients send.
+        keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
-        max_connections: maximum connections at once; 0 for half of this process's file descriptors, at most 1024.
+        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024.
+        max_requests: most calls of one key at once.
     """
-    door = OpenDoor(formats, engine, sampling, key)
+    door = OpenDoor(formats, engine, sampling, keys, max_requests=max_requests)
     listening = Listening(open_application(door, model), max_connections=max_connections)
     try:
         await listening.start(sockets)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields
+from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, Form, Kind, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields, sampling
 from rayapp.rollout.gateway.reading import (
+    as_top_log_probs,
     call_form,
     content,
-    distribution,
     event,
     flag,
     json_form,
     objects,
-    pieces,
     positive,
     refuse,
     stops,
+    structured_form,
+    template_variables,
     text,
     tool,
     tools,
+    top_log_probs,
 )
+from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 from rayapp.tools.base import ToolSchema
 
 _CODES: dict[Kind, tuple[str, str | None]] = {
@@ -37,8 +41,8 @@ _CODES: dict[Kind, tuple[str, str | None]] = {
     "engine": ("server_error", "policy_unavailable"),
 }
 _FIELDS = names("""
-    max_completion_tokens max_tokens messages model n parallel_tool_calls response_format seed stop stream
-    stream_options temperature tool_choice tools top_k top_p
+    chat_template_kwargs logprobs max_completion_tokens max_tokens messages model n parallel_tool_calls
+    reasoning_effort response_format stop stream stream_options structured_outputs tool_choice tools top_logprobs
     """)
 
 
@@ -51,6 +55,7 @@ class OpenAIChat:
         brought = tools(body.get("tools"), _tool)
         several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
         form = json_form(body.get("response_format"), "response_format", "json_schema")
+        distribution, options = sampling(body)
         return Ask(
             messages=tuple(_said(message, i) for i, message in enumerate(objects(body.get("messages"), "messages"))),
             tools=brought,
@@ -59,8 +64,13 @@ class OpenAIChat:
             max_tokens=positive(body.get("max_completion_tokens"), "max_completion_tokens")
             or positive(body.get("max_tokens"), "max_tokens"),
             stop=stops(body.get("stop"), "stop"),
-            distribution=distribution(body),
-            form=chosen_calls(body.get("tool_choice"), brought, several=several) or form,
+            distribution=distribution,
+            options=options,
+            num_top_log_probs=top_log_probs(body, are_wanted=flag(body.get("logprobs"), "logprobs", default=False)),
+            variables=template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
+            form=chosen_calls(body.get("tool_choice"), brought, several=several)
+            or form
+            or structured_form(body.get("structured_outputs")),
             reads_calls=body.get("tool_choice") != "none",
             several_calls=several,
             is_stream=bool(body.get("stream")),
@@ -71,30 +81,13 @@ class OpenAIChat:
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
         choices = [
-            {"index": i, "message": _message(choice), "logprobs": None, "finish_reason": _reason(choice)}
+            {"index": i, "message": _message(choice), "logprobs": _logprobs(choice), "finish_reason": _reason(choice)}
             for i, choice in enumerate(reply.choices)
         ]
-        return _head(reply, "chat.completion") | {"choices": choices, "usage": _usage(reply)}
+        return _head(reply, "chat.completion") | {"choices": choices, "usage": usage(reply)}
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        head = _head(reply, "chat.completion.chunk") | ({"usage": None} if ask.wants_usage else {})
-
-        def chunk(index: int, delta: Mapping[str, Any], reason: str | None = None) -> bytes:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-            return event(head | {"choices": [choice]})
-
-        for index, choice in enumerate(reply.choices):
-            yield chunk(index, {"role": "assistant", "content": ""})
-            for piece in pieces(choice.thoughts):
-                yield chunk(index, {"reasoning_content": piece})
-            for piece in pieces(choice.text):
-                yield chunk(index, {"content": piece})
-            for number, call in enumerate(choice.calls):
-                yield chunk(index, {"tool_calls": [{"index": number} | _call(call)]})
-            yield chunk(index, {}, _reason(choice))
-        if ask.wants_usage:
-            yield event(head | {"choices": [], "usage": _usage(reply)})
-        yield b"data: [DONE]\n\n"
+    def stream(self, begun: Begun, ask: Ask) -> StreamWriter:
+        return _Stream(begun, ask)
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
         kind, code = _CODES.get(refused.kind, ("invalid_request_error", None))
@@ -102,6 +95,34 @@ class OpenAIChat:
 
     def refusal_event(self, refused: RefusedError) -> bytes:
         return event(self.refusal(refused))
+
+
+class _Stream(StreamWriter):
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        return _head(self.begun, "chat.completion.chunk") | ({"usage": None} if self.ask.wants_usage else {})
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event(self._head | {"choices": [choice]})
+
+    def begin(self) -> bytes:
+        roles = ({"role": "assistant", "content": ""} for _ in range(self.ask.num_choices))
+        return b"".join(self._chunk(index, delta) for index, delta in enumerate(roles))
+
+    def delta(self, index: int, kind: PartKind, text: str) -> bytes:
+        return self._chunk(index, {"content" if kind == "text" else "reasoning_content": text})
+
+    def end(self, reply: Reply) -> bytes:
+        events = list[bytes]()
+        for index, choice in enumerate(reply.choices):
+            events.append(self.rest(index, choice))
+            calls = ({"index": number} | _call(call) for number, call in enumerate(choice.calls))
+            events += [self._chunk(index, {"tool_calls": [call]}) for call in calls]
+            events.append(self._chunk(index, {}, _reason(choice), _logprobs(choice)))
+        if self.ask.wants_usage:
+            events.append(event(self._head | {"choices": [], "usage": usage(reply)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
 
 
 def chosen_calls(choice: Any, brought: Sequence[ToolSchema], *, several: bool) -> Form | None:
@@ -147,7 +168,7 @@ def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
     return tool(function, f"tools[{index}].function")
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: Begun, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created_s, "model": reply.model}
 
 
@@ -168,11 +189,18 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
+def _logprobs(choice: Choice) -> dict[str, Any] | None:
+    if not choice.log_probs:
+        return None
+    return {"content": [as_top_log_probs(each) for each in choice.log_probs], "refusal": None}
+
+
 def _reason(choice: Choice) -> str:
     return "tool_calls" if choice.calls else choice.finish_reason
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def usage(reply: Reply) -> dict[str, Any]:
+    """Return the counts of tokens, as chat completions and completions write them."""
     return {
         "prompt_tokens": reply.num_prompt_tokens,
         "completion_tokens": reply.num_tokens,

@@ -6,23 +6,27 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from rayapp.rollout.gateway.conversation import Ask, Choice, RefusedError, Reply, Said, ToolCall
-from rayapp.rollout.gateway.fields import names, other_fields
+from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, RefusedError, Reply, Said, ToolCall
+from rayapp.rollout.gateway.fields import names, other_fields, sampling
 from rayapp.rollout.gateway.openai_chat import OpenAIChat, chosen_calls
 from rayapp.rollout.gateway.reading import (
+    as_top_log_probs,
     content,
-    distribution,
     event,
     flag,
     json_form,
     objects,
-    pieces,
     positive,
     refuse,
+    stops,
+    structured_form,
+    template_variables,
     text,
     tool,
     tools,
+    top_log_probs,
 )
+from rayapp.rollout.gateway.streams import PartKind, StreamWriter
 from rayapp.tools.base import ToolSchema
 
 _EMPTY: dict[str, dict[str, Any]] = {
@@ -31,8 +35,8 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "function_call": {"arguments": ""},
 }
 _FIELDS = names("""
-    input instructions max_output_tokens model parallel_tool_calls previous_response_id seed stream temperature text
-    tool_choice tools top_k top_p
+    chat_template_kwargs include input instructions max_output_tokens model parallel_tool_calls previous_response_id
+    reasoning stop store stream structured_outputs text tool_choice tools top_logprobs
     """)
 _ECHOED = (
     "instructions",
@@ -62,45 +66,36 @@ class OpenAIResponses:
         brought = tools(body.get("tools"), _tool)
         several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
         form = json_form(shape.get("format"), "text.format")
+        distribution, options = sampling(body)
+        reasoning, wants_log_probs = _effort(body.get("reasoning")), _wants_log_probs(body.get("include"))
         return Ask(
             messages=(*head, *_joined([said for i, item in enumerate(items) if (said := _said(item, i)) is not None])),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
-            distribution=distribution(body),
-            form=chosen_calls(body.get("tool_choice"), brought, several=several) or form,
+            stop=stops(body.get("stop"), "stop"),
+            distribution=distribution,
+            options=options,
+            num_top_log_probs=top_log_probs(body, are_wanted=wants_log_probs),
+            variables=template_variables(body.get("chat_template_kwargs"), reasoning),
+            form=chosen_calls(body.get("tool_choice"), brought, several=several)
+            or form
+            or structured_form(body.get("structured_outputs")),
             reads_calls=body.get("tool_choice") != "none",
             several_calls=several,
             is_stream=bool(body.get("stream")),
             previous=text(body.get("previous_response_id"), "previous_response_id").removeprefix("resp_"),
-            may_be_named=True,
+            may_be_named=flag(body.get("store"), "store", default=True),
             not_followed=(*others.not_followed, *(["text.verbosity"] if shape.get("verbosity") else [])),
             unknown=others.unknown,
             echoed={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
-        return _response(reply, ask, _items(reply), is_done=True)
+        return _response(reply, ask, _items(reply), reply)
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        numbers = count()
-
-        def told(kind: str, **fields: Any) -> bytes:
-            return event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields}, f"response.{kind}")
-
-        begun = _response(reply, ask, [], is_done=False)
-        yield told("created", response=begun)
-        yield told("in_progress", response=begun)
-        items = _items(reply)
-        for index, item in enumerate(items):
-            empty = {key: value for key, value in item.items() if key not in ("content", "summary", "arguments")}
-            started = empty | _EMPTY[item["type"]] | {"status": "in_progress"}
-            yield told("output_item.added", output_index=index, item=started)
-            for kind, fields in _parts(item):
-                yield told(kind, output_index=index, item_id=item["id"], **fields)
-            yield told("output_item.done", output_index=index, item=item)
-        ended = "incomplete" if reply.choices[0].finish_reason == "length" else "completed"
-        yield told(ended, response=_response(reply, ask, items, is_done=True))
+    def stream(self, begun: Begun, ask: Ask) -> StreamWriter:
+        return _Stream(begun, ask)
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
         return OpenAIChat().refusal(refused)
@@ -109,6 +104,103 @@ class OpenAIResponses:
         error = self.refusal(refused)["error"]
         fields = {"code": error["code"] or error["type"], "message": error["message"], "param": None}
         return event({"type": "error", "sequence_number": 0, **fields}, "error")
+
+
+class _Stream(StreamWriter):
+    def __init__(self, begun: Begun, ask: Ask) -> None:
+        super().__init__(begun, ask)
+        self._numbers = count()
+        self._open: PartKind | None = None
+        """Kind of the item that is open."""
+        self._num_items = 0
+        self._thoughts = list[str]()
+        """Thoughts that were sent."""
+
+    def _told(self, kind: str, **fields: Any) -> bytes:
+        fields = {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+        return event(fields, fields["type"])
+
+    def _of_item(self, kind: str, item: Mapping[str, Any], **fields: Any) -> bytes:
+        return self._told(kind, output_index=self._num_items - 1, item_id=item["id"], **fields)
+
+    def begin(self) -> bytes:
+        begun = _response(self.begun, self.ask, [])
+        return self._told("created", response=begun) + self._told("in_progress", response=begun)
+
+    def delta(self, index: int, kind: PartKind, text: str) -> bytes:
+        events = self._begun(kind)
+        if kind == "thoughts":
+            self._thoughts.append(text)
+            thoughts = _thoughts(self.begun, "")
+            return events + self._of_item("reasoning_summary_text.delta", thoughts, summary_index=0, delta=text)
+        said = _message(self.begun, Choice(text=""))
+        return events + self._of_item("output_text.delta", said, content_index=0, delta=text, logprobs=[])
+
+    def _begun(self, kind: PartKind) -> bytes:
+        """Return the events that open the item of this kind, unless it is open."""
+        if self._open == kind:
+            return b""
+        closed, self._open = self._thoughts_done(), kind
+        if kind == "thoughts":
+            item = _thoughts(self.begun, "")
+            added, part = self._added(item), {"summary_index": 0, "part": item["summary"][0]}
+            return closed + added + self._of_item("reasoning_summary_part.added", item, **part)
+        item = _message(self.begun, Choice(text=""))
+        added, part = self._added(item), {"content_index": 0, "part": item["content"][0]}
+        return closed + added + self._of_item("content_part.added", item, **part)
+
+    def _added(self, item: Mapping[str, Any]) -> bytes:
+        self._num_items += 1
+        empty = {key: value for key, value in item.items() if key not in ("content", "summary", "arguments")}
+        started = empty | _EMPTY[item["type"]] | {"status": "in_progress"}
+        return self._told("output_item.added", output_index=self._num_items - 1, item=started)
+
+    def _done(self, item: Mapping[str, Any]) -> bytes:
+        return self._told("output_item.done", output_index=self._num_items - 1, item=item)
+
+    def _thoughts_done(self) -> bytes:
+        """Return the events that close the item of the thoughts, if it is open."""
+        if self._open != "thoughts":
+            return b""
+        item = _thoughts(self.begun, "".join(self._thoughts))
+        part = item["summary"][0]
+        events = self._of_item("reasoning_summary_text.done", item, summary_index=0, text=part["text"])
+        events += self._of_item("reasoning_summary_part.done", item, summary_index=0, part=part)
+        return events + self._done(item)
+
+    def end(self, reply: Reply) -> bytes:
+        choice = reply.choices[0]
+        events = [self.rest(0, choice)]
+        if choice.text or not choice.calls:
+            events += [self._begun("text"), self._text_done(choice)]
+        events.append(self._thoughts_done())
+        for call in choice.calls:
+            item = _function_call(call)
+            events += [self._added(item), self._of_item("function_call_arguments.delta", item, delta=call.arguments)]
+            done = {"arguments": call.arguments, "name": call.name}
+            events += [self._of_item("function_call_arguments.done", item, **done), self._done(item)]
+        ended = "incomplete" if choice.finish_reason == "length" else "completed"
+        events.append(self._told(ended, response=_response(reply, self.ask, _items(reply), reply)))
+        return b"".join(events)
+
+    def _text_done(self, choice: Choice) -> bytes:
+        item = _message(self.begun, choice)
+        part = item["content"][0]
+        fields = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+        events = self._of_item("output_text.done", item, **fields)
+        return events + self._of_item("content_part.done", item, content_index=0, part=part) + self._done(item)
+
+
+def _effort(reasoning: Any) -> Any:
+    if reasoning is not None and not isinstance(reasoning, dict):
+        raise refuse(f"reasoning must be an object, not {reasoning!r:.40}")
+    return (reasoning or {}).get("effort")
+
+
+def _wants_log_probs(include: Any) -> bool:
+    if include is not None and not isinstance(include, list):
+        raise refuse(f"include must be a list, not {include!r:.40}")
+    return "message.output_text.logprobs" in (include or ())
 
 
 def _said(item: Mapping[str, Any], index: int) -> Said | None:
@@ -156,55 +248,48 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     choice: Choice = reply.choices[0]
     items = list[dict[str, Any]]()
     if choice.thoughts:
-        summary = [{"type": "summary_text", "text": choice.thoughts}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": summary})
+        items.append(_thoughts(reply, choice.thoughts))
     if choice.text or not choice.calls:
-        part = {"type": "output_text", "text": choice.text, "annotations": []}
-        items.append(
-            {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": "completed", "content": [part]}
-        )
-    items += [
-        {
-            "type": "function_call",
-            "id": f"fc_{call.id}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
-        for call in choice.calls
-    ]
-    return items
+        items.append(_message(reply, choice))
+    return [*items, *map(_function_call, choice.calls)]
 
 
-def _parts(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield an item's content in the pieces that a stream sends."""
-    if item["type"] == "function_call":
-        for piece in pieces(item["arguments"]):
-            yield "function_call_arguments.delta", {"delta": piece}
-        yield "function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}
-        return
-    if item["type"] == "reasoning":
-        return
-    part = item["content"][0]
-    yield "content_part.added", {"content_index": 0, "part": part | {"text": ""}}
-    for piece in pieces(part["text"]):
-        yield "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": []}
-    yield "output_text.done", {"content_index": 0, "text": part["text"], "logprobs": []}
-    yield "content_part.done", {"content_index": 0, "part": part}
+def _thoughts(begun: Begun, thoughts: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": f"rs_{begun.id}", "summary": [{"type": "summary_text", "text": thoughts}]}
 
 
-def _response(reply: Reply, ask: Ask, items: list[dict[str, Any]], *, is_done: bool) -> dict[str, Any]:
-    is_cut = reply.choices[0].finish_reason == "length"
-    status = ("incomplete" if is_cut else "completed") if is_done else "in_progress"
+def _message(begun: Begun, choice: Choice) -> dict[str, Any]:
+    logprobs = [as_top_log_probs(each) for each in choice.log_probs]
+    part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": logprobs}
+    return {"type": "message", "id": f"msg_{begun.id}", "role": "assistant", "status": "completed", "content": [part]}
+
+
+def _function_call(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"resp_{reply.id}",
+        "type": "function_call",
+        "id": f"fc_{call.id}",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def _response(begun: Begun, ask: Ask, items: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
+    """Return a response.
+
+    Args:
+        reply: None: it is still being sampled.
+    """
+    is_cut = reply is not None and reply.choices[0].finish_reason == "length"
+    return {
+        "id": f"resp_{begun.id}",
         "object": "response",
-        "created_at": reply.created_s,
-        "model": reply.model,
-        "status": status,
+        "created_at": begun.created_s,
+        "model": begun.model,
+        "status": "in_progress" if reply is None else "incomplete" if is_cut else "completed",
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_done and is_cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": None,
         "metadata": {},
         "output": items,
@@ -214,7 +299,7 @@ def _response(reply: Reply, ask: Ask, items: list[dict[str, Any]], *, is_done: b
         "tool_choice": "auto",
         "tools": [],
         "top_p": None,
-        "usage": _usage(reply) if is_done else None,
+        "usage": None if reply is None else _usage(reply),
     } | dict(ask.echoed)
 
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rayapp.rollout.gateway.conversation import Ask, Form, RefusedError, Reply, without_surrogates
-from rayapp.rollout.order import MAX_SEED
+from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, TokenLogProb, without_surrogates
+from rayapp.rollout.gateway.streams import StreamWriter
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200
 """Maximum number and length of a request's stop texts: the engine checks each of them at every token."""
 MAX_TOOL_CHARS = 256 << 10
-"""Maximum characters of a request's tools together, as JSON."""
-_PIECE_CHARS = 256
-_DISTRIBUTION: tuple[tuple[str, Any, float, float], ...] = (
-    ("temperature", int | float, 0.0, 2.0),
-    ("top_p", int | float, 1e-6, 1.0),
-    ("top_k", int, -1, 1 << 31),
-    ("seed", int, -(1 << 63), 1 << 64),
-)
+"""Largest size of all tools of a request together, as JSON."""
+_FORMS: dict[str, Any] = {
+    "json": (str, dict),
+    "regex": str,
+    "choice": list,
+    "grammar": str,
+    "json_object": bool,
+    "structural_tag": str,
+}
+"""Fields of vLLM's StructuredOutputsParams that a request may set -> their types."""
+MAX_TOP_LOG_PROBS = 20
+"""Most likeliest tokens of a request: vLLM's limit."""
+_MAX_VARIABLES = 16
+_NO_VARIABLES = frozenset({
+    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
+    "eos_token", "max_length", "messages", "padding", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
+"""Names that are not free for variables: arguments of `apply_chat_template`, and tokens of the model."""
 
 
 class Dialect(Protocol):
@@ -32,8 +43,8 @@ class Dialect(Protocol):
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]: ...
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        """Yield the whole reply as the events of a stream."""
+    def stream(self, begun: Begun, ask: Ask) -> StreamWriter:
+        """Return the writer of one reply as an event stream."""
         ...
 
     def refusal(self, refused: RefusedError) -> dict[str, Any]:
@@ -145,13 +156,31 @@ def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Form(field=field, schema={"type": "object"})
+        return Form(field=field, structured={"json": {"type": "object"}})
+    if kind == "structural_tag":
+        return Form(field=field, structured={"structural_tag": json.dumps(value)})
     told = value.get(schema) if isinstance(value, dict) else None
     if schema == "json_schema" and isinstance(told, dict):
         told = told.get("schema")
     if kind != "json_schema" or not isinstance(told, dict):
         raise refuse(f"{field} must have the type text, json_object or json_schema, and a schema with the last one")
-    return Form(field=field, schema=told)
+    return Form(field=field, structured={"json": told})
+
+
+def structured_form(value: Any) -> Form | None:
+    """Return the form that vLLM's field `structured_outputs` asks for."""
+    if value is None:
+        return None
+    given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    if len(given) != 1 or (name := next(iter(given))) not in _FORMS:
+        raise refuse(f"structured_outputs must be an object with one of {', '.join(_FORMS)}")
+    if not isinstance(given[name], _FORMS[name]) or len(json.dumps(given)) > MAX_TOOL_CHARS:
+        raise refuse(
+            f"structured_outputs.{name} must be of the type that vLLM reads, in at most {MAX_TOOL_CHARS} bytes"
+        )
+    if name == "choice" and not (given[name] and all(isinstance(each, str) and each for each in given[name])):
+        raise refuse("structured_outputs.choice must be a list of texts")
+    return Form(field="structured_outputs", structured=given)
 
 
 def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -> Form:
@@ -165,7 +194,7 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
     if not chosen:
         wanted = f"the tool {name!r:.60}, which is not in tools" if name else "a call, but tools is empty"
         problem = f"tool_choice demands {wanted}"
-        return Form(field="tool_choice", schema={}, problem=problem)
+        return Form(field="tool_choice", structured={}, problem=problem)
     calls = [
         {
             "type": "object",
@@ -178,7 +207,8 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
     most = {} if several and name is None else {"maxItems": 1}
     definitions = {key: value for tool in chosen for key, value in (tool.parameters.get("$defs") or {}).items()}
     schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
-    return Form(field="tool_choice", schema=schema | ({"$defs": definitions} if definitions else {}), is_calls=True)
+    schema |= {"$defs": definitions} if definitions else {}
+    return Form(field="tool_choice", structured={"json": schema}, is_calls=True)
 
 
 def _without_defs(tool: ToolSchema) -> dict[str, Any]:
@@ -200,23 +230,48 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     )
 
 
-def distribution(body: Mapping[str, Any]) -> dict[str, float]:
-    """Return the request's sampling settings, by the names of `SamplingParams`.
+def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets.
 
-    Raises:
-        RefusedError: a setting is not supported.
+    Args:
+        given: the request's `chat_template_kwargs`.
+        effort: its `reasoning_effort`. As in vLLM, any but none also sets `enable_thinking`.
     """
-    found = dict[str, float]()
-    for name, kind, least, most in _DISTRIBUTION:
-        value = body.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-            raise refuse(f"{name} must be from {least:g} to {most:g}, not {value!r:.40}")
-        found[name] = value
-    if "seed" in found:
-        found["seed"] = int(found["seed"]) % MAX_SEED
-    return found
+    variables = {} if given is None else given
+    if not isinstance(variables, dict) or len(variables) > _MAX_VARIABLES:
+        raise refuse(f"chat_template_kwargs must be an object of at most {_MAX_VARIABLES} variables")
+    for name, value in variables.items():
+        if not name.isidentifier() or len(name) > 60 or name in _NO_VARIABLES:
+            raise refuse(f"chat_template_kwargs: {name!r:.60} is no variable that a request may set")
+        if not isinstance(value, bool | int | float | str) or len(str(value)) > 1000:
+            raise refuse(f"chat_template_kwargs.{name} must be a short text, a number, true or false")
+    if effort is None:
+        return variables
+    return {"reasoning_effort": text(effort, "reasoning_effort")[:60], "enable_thinking": effort != "none"} | variables
+
+
+def top_log_probs(body: Mapping[str, Any], *, are_wanted: bool) -> int | None:
+    """Return the number of likeliest tokens that `top_logprobs` asks for; None if no log-probs are wanted."""
+    number = body.get("top_logprobs")
+    if number is None:
+        return 0 if are_wanted else None
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_TOP_LOG_PROBS:
+        raise refuse(f"top_logprobs must be from 0 to {MAX_TOP_LOG_PROBS}, not {number!r:.40}")
+    if number and not are_wanted:
+        raise refuse("top_logprobs needs logprobs: true")
+    return number if are_wanted else None
+
+
+def as_top_log_probs(token: TokenLogProb) -> dict[str, Any]:
+    """Return a token's log-probs as OpenAI's chat completions and responses write them."""
+    top = [_log_prob(each, value) for each, value in token.top]
+    return _log_prob(token.token, token.log_prob) | {"top_logprobs": top}
+
+
+def _log_prob(token: str, value: float) -> dict[str, Any]:
+    # JSON has no -inf. vLLM's servers write -9999 too.
+    written = token.encode("utf-8", "surrogateescape")
+    return {"token": token, "logprob": max(value, -9999.0), "bytes": list(written)}
 
 
 def flag(value: Any, name: str, *, default: bool) -> bool:
@@ -230,8 +285,3 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     head = f"event: {name}\n" if name else ""
     # json.dumps writes ASCII only: a policy can write half a surrogate pair, which UTF-8 can't encode.
     return f"{head}data: {json.dumps(data)}\n\n".encode()
-
-
-def pieces(whole: str) -> Iterator[str]:
-    for start in range(0, len(whole), _PIECE_CHARS):
-        yield whole[start : start + _PIECE_CHARS]

@@ -1,9 +1,10 @@
 """The gateway: sessions of external agents over HTTP, in the APIs that agents speak. One per rollout worker.
 
-    POST /<session>/v1/chat/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens    GET /v1/models
+    POST /<session>/v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
+    GET  /<session>/v1/models | /v1/models/<model>
 
-A session's key (Authorization: Bearer, or x-api-key) opens only that session; every route belongs to a session.
-Streams begin when the whole turn is sampled, because tool calls are read from whole turns.
+A session's key (Authorization: Bearer, or x-api-key) opens only that session, and the server offers only sessions.
+Streams send text as it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
 
 `Api` handles the requests of every server of these APIs; `open_server.py` is the server of `rayapp serve`.
 """
@@ -11,25 +12,29 @@ Streams begin when the whole turn is sampled, because tool calls are read from w
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Literal
 
 from aiohttp import web
 
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
-from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply
+from rayapp.rollout.gateway.conversation import Ask, Begun, RefusedError, Reply
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import Listening, bound
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
+from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.gateway.session import Sending, Session, SessionLimits
+from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
@@ -39,12 +44,14 @@ BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
-"""Seconds until the stream of a turn that still runs begins, and between its comments: otherwise clients time out."""
+"""Seconds without tokens after which a stream gets a comment, so that no client gives up."""
+SEND_TIMEOUT_S = 60.0
+"""Longest wait for a client that doesn't read its stream."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
 """Maximum connections of one sandbox. Each holds at most one request body."""
 _PING = b": the policy is sampling\n\n"
-_CHAT, _MESSAGES, _RESPONSES = OpenAIChat(), AnthropicMessages(), OpenAIResponses()
+_CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
 """Function that returns a context manager with the session of a request, entered while the request is answered. It
 raises RefusedError if the request gets no session."""
@@ -65,6 +72,7 @@ class Api:
         """Return the web application: all routes below the prefix, and a refusal for every other path."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
+        app.router.add_post(f"{prefix}/v1/completions", partial(self._answer, dialect=_COMPLETIONS))
         app.router.add_post(f"{prefix}/v1/responses", partial(self._answer, dialect=_RESPONSES))
         app.router.add_post(f"{prefix}/v1/messages", partial(self._answer, dialect=_MESSAGES))
         count = partial(self._answer, dialect=_MESSAGES, only_counts=True)
@@ -97,13 +105,17 @@ class Api:
         self, request: web.Request, dialect: Dialect, session: Session, *, only_counts: bool
     ) -> web.StreamResponse:
         try:
-            ask = await session.read(partial(_read, dialect), await _body(request))
+            body = await _body(request)
+            ask = await session.read(partial(_read, dialect), body)
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
-            if not ask.is_stream:
-                return web.json_response(dialect.write(await session.ask(ask), ask), headers=_headers(session, ask))
-            turn = asyncio.ensure_future(session.ask(ask))
-            return await _stream(request, dialect, ask, turn, _headers(session, ask))
+            live = Live() if ask.is_stream else None
+            with session.answering(ask, live, _sending(request, body)) as turn:
+                if live is not None:
+                    turn.add_done_callback(lambda _: live.wake())
+                    return await _stream(request, dialect, ask, turn, live, _headers(session, ask))
+                reply = await asyncio.shield(turn)
+                return web.json_response(dialect.write(reply, ask), headers=_headers(session, ask))
         except (RefusedError, ConnectionError):
             raise
         except Exception as error:  # boundary: a failure caused by an agent ends at most its own session
@@ -149,7 +161,8 @@ class Gateway:
         sampling: SamplingParams,
         limits: SessionLimits,
         request_id: RequestId,
-        only_model: str = "",
+        other_models: Literal["train", "untrained", "refuse"] = "train",
+        drops_forms: bool = False,
     ) -> Iterator[Session]:
         """Serve a session while the block runs. The arguments are those of `Session`."""
         session = Session(
@@ -158,7 +171,8 @@ class Gateway:
             sampling=sampling,
             limits=limits,
             request_id=request_id,
-            only_model=only_model,
+            other_models=other_models,
+            drops_forms=drops_forms,
         )
         self._sessions[session.id] = session
         try:
@@ -187,7 +201,7 @@ class Gateway:
         def door(request: web.Request) -> Iterator[Session]:
             if request.match_info["session"] != session.id:
                 raise RefusedError("unknown", "no session has this address")
-            check_key(request, session.key, "this key does not open this session")
+            check_key(request, [session.key], "this key does not open this session")
             yield session
 
         return door
@@ -204,15 +218,18 @@ class Gateway:
             if session_id in self._over:
                 raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served")
             raise RefusedError("unknown", "no session has this address")
-        check_key(request, session.key, "this key does not open this session")
+        check_key(request, [session.key], "this key does not open this session")
         yield session
 
 
-def check_key(request: web.Request, key: str, message: str) -> None:
-    """Check a request's key. Raises RefusedError: it is missing or wrong."""
+def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
+    """Return the request's key, if it is one of these. Raises RefusedError: it is missing or wrong."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+    sent = given.encode("utf-8", "surrogateescape")
+    # Compare with every key, so that the time tells nothing about them.
+    if not (found := [key for key in keys if hmac.compare_digest(sent, key.encode())]):
         raise RefusedError("key", message)
+    return found[0]
 
 
 @web.middleware
@@ -235,47 +252,99 @@ async def _body(request: web.Request) -> bytes:
         raise RefusedError("invalid", f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
+def _sending(request: web.Request, body: bytes) -> Sending:
+    """Return what a client's headers say about this transmission of the call; SDKs send these."""
+    headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
+    timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
+    return Sending(
+        key=hashlib.sha256(f"{request.path}\n{idempotency}\n".encode("utf-8", "surrogateescape") + body).digest(),
+        is_repeated=bool(idempotency) or headers.get("x-stainless-retry-count", "0") != "0",
+        timeout_s=float(timeout) if timeout.replace(".", "", 1).isdecimal() else None,
+    )
+
+
 def _read(dialect: Dialect, body: bytes) -> Ask:
     try:
         return dialect.read(parsed(body))
     except RefusedError:
         raise
     except Exception as error:  # boundary: an agent may send anything
-        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error:.200}") from error
+        raise RefusedError("invalid", f"the body can't be read: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
     """Return the response header that names the request's fields without effect; empty if there are none."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
+    ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 
 
+def _unread(session: Session, ask: Ask) -> list[str]:
+    """Return the variables that the chat template doesn't read."""
+    unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
+    if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
+        # One wish, for which templates read one or the other.
+        both = {"reasoning_effort", "enable_thinking"} <= {*unread}
+        unread = [name for name in unread if name != "enable_thinking" and (both or name != "reasoning_effort")]
+    return unread
+
+
 async def _stream(
-    request: web.Request, dialect: Dialect, ask: Ask, turn: asyncio.Future[Reply], headers: Mapping[str, str]
+    request: web.Request,
+    dialect: Dialect,
+    ask: Ask,
+    turn: asyncio.Future[Reply],
+    live: Live,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
-    try:
-        while not (await asyncio.wait({turn}, timeout=PATIENCE_S))[0]:
-            if not response.prepared:
-                await response.prepare(request)
-            await response.write(_PING)
-        if not response.prepared:
+    writer: StreamWriter | None = None
+    while not turn.done():
+        pieces = await live.pieces(PATIENCE_S)
+        if turn.done() and not response.prepared:
             turn.result()  # A refusal before the stream begins gets its own status.
+        if not response.prepared and (pieces or not turn.done()):
             await response.prepare(request)
-        await response.write(b"".join(_events(dialect, ask, turn)))
-        await response.write_eof()
-    finally:
-        turn.cancel()
+        events = b"" if pieces or turn.done() else _PING
+        if pieces and live.begun is not None:
+            writer, begin = _begun(writer, dialect, live.begun, ask)
+            events = begin + b"".join(writer.piece(*piece) for piece in pieces)
+        await _send(request, response, events)
+    if not response.prepared:
+        turn.result()
+        await response.prepare(request)
+    await _send(request, response, _end(writer, dialect, ask, turn))
+    await response.write_eof()
     return response
 
 
-def _events(dialect: Dialect, ask: Ask, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
+def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
+    """Return the writer, and what it writes first if it is new."""
+    if writer is not None:
+        return writer, b""
+    writer = dialect.stream(begun, ask)
+    return writer, writer.begin()
+
+
+def _end(writer: StreamWriter | None, dialect: Dialect, ask: Ask, turn: asyncio.Future[Reply]) -> bytes:
     try:
-        reply = turn.result()
+        writer, begin = _begun(writer, dialect, reply := turn.result(), ask)
+        return begin + writer.end(reply)
     except RefusedError as refused:
-        yield dialect.refusal_event(refused)
+        return dialect.refusal_event(refused)
+
+
+async def _send(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
+    """Send events; a client that does not read them is cut off."""
+    if not events:
         return
-    yield from dialect.events(reply, ask)
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await response.write(events)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client read nothing for {SEND_TIMEOUT_S:g} s") from None
 
 
 def _refusal(dialect: Dialect, refused: RefusedError) -> web.Response:

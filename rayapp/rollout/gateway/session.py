@@ -13,22 +13,29 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from rayapp.core.aio import side_by_side
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
-from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.protocols import OnTokens, RolloutEngine
+from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
 from rayapp.rollout.gateway.conversation import (
     Ask,
+    Begun,
     Choice,
     Conversations,
+    Drift,
     Found,
+    Key,
     RefusedError,
+    Replies,
     Reply,
     Said,
     ToolCall,
@@ -36,6 +43,7 @@ from rayapp.rollout.gateway.conversation import (
     not_in_training,
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
+from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
@@ -52,6 +60,12 @@ _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
 _MAX_TOOL_SETS = 32
 """Maximum sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
+_MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
+"""Most calls to keep for a client that may send them again, and how long."""
+_MOST_NOTES = 20
+MODEL = "policy"
+"""The policy's name as a model, in RAYAPP_MODEL."""
+_DESCRIBE = " and say in the prompt what the answer must look like"
 _SMALL = 16 << 10
 """Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
@@ -85,6 +99,23 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """One transmission of a call by its client."""
+
+    key: bytes = b""
+    """Equal for equal calls that the client marks as the same."""
+    is_repeated: bool = False
+    """True if the client says that it sends the call again, or may."""
+    timeout_s: float | None = None
+    """The time after which the client gives up and sends it again, as far as it says."""
+    sent_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_timed_out(self) -> bool:
+        return self.timeout_s is not None and time.monotonic() - self.sent_at_s > 0.9 * self.timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     """Prompt of a call, and the recorded token that it continues from."""
 
@@ -102,10 +133,11 @@ class _Turn:
     """A recorded turn."""
 
     number: int
-    """Its index in `Recorder.turns`."""
+    """Index of the turn in `Recorder.turns`."""
     prompt_end: int
     end: int
     """Index of its last token."""
+    completion: Completion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,19 +159,26 @@ class Session:
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""
-    """Limit that caused the last call to be refused or its answer to be cut. A later call that fits clears it."""
-    only_model: str = ""
-    """Name of the model whose calls are recorded: calls that name another model are answered without taking turns.
-    Empty records all calls."""
+    """Limit that refused the last call or cut its answer. Cleared when the agent continues with a call that fits."""
+    replies: Replies = field(default_factory=Replies)
+    """Conversations that calls may continue by a reply's id (Responses)."""
+    other_models: Literal["train", "untrained", "refuse"] = "train"
+    """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
+    drops_forms: bool = False
+    """Sample calls that ask for a form without it; see `agent.external.structured`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """See `Trajectory.agent_counts`."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for people about calls that began a new conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Future that fails with the engine's error when the engine fails."""
     _conversations: Conversations = field(default_factory=Conversations)
-    _replies: dict[str, tuple[Said, ...]] = field(default_factory=dict)
-    """Conversation up to each reply, by the reply's id, for calls that continue from a reply (Responses)."""
     _num_asked: int = 0
     _running: set[asyncio.Task[_Turn]] = field(default_factory=set)
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
+    _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
+    """Calls whose client has gone without the reply, by `Sending.key`."""
     _sides: list[Session] = field(default_factory=list)
     """Sessions of calls that are not recorded: one session per call, while the call is answered."""
     _num_sides: int = 0
@@ -155,19 +194,58 @@ class Session:
         if len(body) > self.limits.max_body_bytes:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
-        return await self._beside(len(body), lambda: read(body))
+            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
+        ask = await self._beside(len(body), lambda: read(body))
+        if ask.form is None or not self.drops_forms:
+            return ask
+        return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
 
-    async def ask(self, ask: Ask) -> Reply:
+    @contextmanager
+    def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
+        """Context manager with the task of the reply. A client that sends the same call again gets the same reply if it
+        had left without it."""
+        task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
+        if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
+            self.counts["repeated"] += 1
+        else:
+            task = asyncio.create_task(self.ask(ask, live))
+            task.add_done_callback(_retrieved)
+        try:
+            yield task
+        except (asyncio.CancelledError, ConnectionError):
+            if not self.follows_requests and (task.done() or sending.has_timed_out):
+                self._keep(task, sending.key)
+            else:
+                task.cancel()
+            raise
+        except BaseException:
+            task.cancel()
+            raise
+
+    def _keep(self, task: asyncio.Task[Reply], key: bytes) -> None:
+        """Keep a call that its client may send again, for a while."""
+        self._unanswered[key] = task
+        while len(self._unanswered) > _MOST_LEFT:
+            self._unanswered.popitem(last=False)[1].cancel()
+
+        def drop() -> None:
+            if self._unanswered.get(key) is task:
+                self._unanswered.pop(key).cancel()
+
+        asyncio.get_running_loop().call_later(REPEAT_WITHIN_S, drop)
+
+    async def ask(self, ask: Ask, live: Live | None = None) -> Reply:
         """Return the policy's reply.
 
+        Args:
+            live: gets the pieces of the reply while it is sampled.
         Raises:
             RefusedError: the call is refused, or the engine failed.
         """
         if self._is_side(ask):
-            return await self._asked_aside(ask)
+            return await self._asked_aside(ask, live)
         try:
-            reply = await self._asked(ask)
+            reply = await self._asked(ask, live)
         except RefusedError as refused:
             if refused.kind in ("turns", "tokens"):
                 self.limit = refused.kind
@@ -177,22 +255,25 @@ class Session:
         return reply
 
     def _is_side(self, ask: Ask) -> bool:
-        return self.only_model not in ("", ask.model)
+        return self.other_models != "train" and ask.model != MODEL
 
-    async def _asked_aside(self, ask: Ask) -> Reply:
-        """Return the reply to a call that is not recorded. The call gets its own session, which ends with it."""
+    async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
+        """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
         self._check_open()
+        if self.other_models == "refuse":
+            raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
+        self.counts["side_calls"] += 1
         self._num_sides += ask.num_choices
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
-                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names, the maximum "
-                f"({_SIDE_CALLS_A_TURN} * agent.max_assistant_turns). Name the model {self.only_model!r}",
+                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: it serves "
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {MODEL!r}",
             )
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
         try:
-            return await side.ask(ask)
+            return await side.ask(ask, live)
         finally:
             self._sides.remove(side)
             if side.trouble.done() and (error := side.trouble.exception()) is not None:
@@ -204,21 +285,32 @@ class Session:
             formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id
         )
 
-    async def _asked(self, ask: Ask) -> Reply:
+    async def _asked(self, ask: Ask, live: Live | None) -> Reply:
         messages = self._messages(ask)
         self._check(ask, messages)
-        wanted = await self._wanted(ask, messages)
-        num_cached = len(wanted.prompt_ids) - self.tree.num_new(wanted.after, wanted.read_ids)
-        choices = await self._sampled(ask, messages, wanted)
-        reply = Reply(
-            choices=choices,
-            num_prompt_tokens=len(wanted.prompt_ids),
-            num_cached_tokens=num_cached,
-            model=ask.model,
+        wanted = await self._prompts(ask) if ask.prompts else [await self._wanted(ask, messages)]
+        num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
+        if ask.is_freed:
+            self.counts["structured_dropped"] += 1
+        num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
+        begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
+        if live is not None:
+            live.begun = begun
+        sampled = await side_by_side(
+            self._sampled(ask, messages, each, live, i * ask.num_choices) for i, each in enumerate(wanted)
         )
+        reply = Reply.of(begun, tuple(choice for choices in sampled for choice in choices))
         if ask.may_be_named:
-            self._replies[reply.id] = (*messages, choices[0].said)
+            self.replies.add(reply.id, (*messages, reply.choices[0].said))
         return reply
+
+    async def _prompts(self, ask: Ask) -> list[_Wanted]:
+        """Return the prompts of a call that brings them as text or token ids."""
+        num_chars = sum(map(len, ask.prompts))
+        if num_chars > self.limits.max_chars:
+            raise self._too_long(f"the prompts have {num_chars} characters")
+        read = await self._beside(num_chars, lambda: [self.formats.ids_of(prompt) for prompt in ask.prompts])
+        return [_Wanted(format=self.formats.plain, after=-1, read_ids=ids, prompt_ids=ids) for ids in read]
 
     async def count(self, ask: Ask) -> int:
         """Return the number of tokens in the prompt of a call, without sampling."""
@@ -239,6 +331,9 @@ class Session:
             task.cancel()
         for side in self._sides:
             side.end()
+        for left in self._unanswered.values():
+            left.cancel()
+        self._unanswered.clear()
         if self.trouble.done() and not self.trouble.cancelled():
             self.trouble.exception()  # mark the error as retrieved
 
@@ -258,15 +353,19 @@ class Session:
             status = RolloutStatus.TRUNCATED
         elif self.limit == "turns" or ran_out:
             status = RolloutStatus.MAX_TURNS
-        return self.tree.trajectory(status, failure, answer=answer, agent_output=output)
+        output = "\n".join([*([output] if output else []), *self.notes[:_MOST_NOTES]])
+        played = self.tree.trajectory(status, failure, answer=answer, agent_output=output)
+        return replace(played, agent_counts={name: float(count) for name, count in self.counts.items() if count})
 
     def _messages(self, ask: Ask) -> tuple[Said, ...]:
         if not ask.previous:
             return in_order(ask.messages)
-        before = self._replies.get(ask.previous)
+        before = self.replies.get(ask.previous)
         if before is None:
-            why = "this server keeps no replies" if self.follows_requests else "this session has no reply with this id"
-            raise RefusedError("invalid", f"previous_response_id {ask.previous!r:.60}: {why}. Send the whole input")
+            raise RefusedError(
+                "invalid",
+                f"previous_response_id {ask.previous!r:.60}: there is no such reply here. Send the whole input",
+            )
         # Instructions belong to one call: those of the previous call are not continued.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
@@ -274,12 +373,15 @@ class Session:
 
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()
-        if not messages or messages[-1].role == "assistant":
+        if not ask.prompts and (not messages or messages[-1].role == "assistant"):
             raise RefusedError("invalid", "the last message must have the role user or tool: the policy replies to it")
-        if not 1 <= ask.num_choices <= MOST_CHOICES:
-            raise RefusedError("invalid", f"n is {ask.num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if not 1 <= (num_choices := ask.num_choices * max(1, len(ask.prompts))) <= MOST_CHOICES:
+            raise RefusedError("invalid", f"n is {num_choices}: it must be from 1 to {MOST_CHOICES}")
+        if ask.options and not self.follows_requests:
+            name, value = next(iter(ask.options.items()))
+            raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
         if ask.form is not None and not self.follows_requests:
-            raise RefusedError("invalid", not_in_training(ask.form.field))
+            raise RefusedError("invalid", not_in_training(ask.form.field, _DESCRIBE))
         if ask.form is not None and ask.form.problem:
             raise RefusedError("invalid", ask.form.problem)
         if ask.unknown and self.follows_requests:
@@ -310,9 +412,23 @@ class Session:
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         self._note_results(found, messages)
+        if not self.follows_requests:
+            self._note_drift(chat_format.key, messages, found)
         read_ids = await self._beside(num_chars, lambda: _read_ids(chat_format, found, messages, sampled_ids))
         prompt_ids = self.tree.context(found.after) + read_ids
         return _Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
+
+    def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
+        """Count a call that does not continue the last turn, and note why."""
+        if found.after >= 0:
+            drift = Drift("retry") if found.turn is None else None
+        else:
+            drift = self._conversations.drift(tools, messages)
+        if drift is None:
+            return
+        self.counts["forks"] += 1
+        self.counts[f"forks/{drift.reason}"] += 1
+        self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
         """Run `work` in a thread if its input is large; a session runs one such piece of work at a time."""
@@ -325,19 +441,23 @@ class Session:
         """Return the characters of the messages. Raises RefusedError: no template can make them fit."""
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
-            raise RefusedError(
-                "tokens",
-                f"the prompt has {len(messages)} messages and {num_chars} characters: its maximum context length, "
-                f"{self.limits.max_tokens} tokens (rollout.max_prompt_tokens + rollout.max_completion_tokens), is "
-                "exceeded",
-            )
+            raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
         return num_chars + 64 * len(messages)
 
+    def _too_long(self, what: str) -> RefusedError:
+        return RefusedError(
+            "tokens",
+            f"{what}: its maximum context length, {self.limits.max_tokens} tokens (rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens), is exceeded",
+        )
+
     async def _format(self, ask: Ask) -> Format:
-        chat_format = await self.formats.with_tools(ask.tools)
+        chat_format = await self.formats.of_call(ask.tools, ask.variables)
         self._tool_sets.add(chat_format.key)
         if len(self._tool_sets) > _MAX_TOOL_SETS:
-            raise RefusedError("invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools")
+            raise RefusedError(
+                "invalid", f"a session has at most {_MAX_TOOL_SETS} different lists of tools and variables"
+            )
         return chat_format
 
     def _note_results(self, found: Found, messages: Sequence[Said]) -> None:
@@ -350,26 +470,36 @@ class Session:
         calls = [replace(call, output=output) for call, output in zip(turn.calls, outputs, strict=False)]
         self.tree.turns[found.turn] = replace(turn, calls=(*calls, *turn.calls[len(calls) :]))
 
-    async def _sampled(self, ask: Ask, messages: Sequence[Said], wanted: _Wanted) -> tuple[Choice, ...]:
+    async def _sampled(
+        self, ask: Ask, messages: Sequence[Said], wanted: _Wanted, live: Live | None, first: int
+    ) -> tuple[Choice, ...]:
+        """Sample the choices after one prompt; `first` is the number of the first of them."""
         left = self._left(wanted)
         sampling = replace(
             self.sampling,
             max_tokens=min(self.sampling.max_tokens, left, ask.max_tokens or left),
             stop=(*self.sampling.stop, *ask.stop),
             **(ask.distribution if self.follows_requests else {}),
-            json_schema=json.dumps(ask.form.schema) if ask.form is not None else "",
+            options=ask.options,
+            structured_outputs=ask.form.structured if ask.form is not None else {},
+            num_top_log_probs=ask.num_top_log_probs or 0,
         )
-        choices = list[Choice]()
-        for turn in await self._turns(wanted, sampling, ask.num_choices):
-            choice = await self._choice(ask, wanted.format, turn)
-            self._conversations.record(
-                wanted.format.key,
-                messages,
-                prompt_end=turn.prompt_end,
-                reply=choice.said,
-                turn=turn.number,
-                end=turn.end,
-            )
+        choices, splitters = list[Choice](), list[Splitter]()
+        if live is not None:
+            is_thinking = wanted.format.is_thinking(wanted.prompt_ids)
+            splitters = [Splitter(wanted.format, ask, is_thinking=is_thinking) for _ in range(ask.num_choices)]
+        listeners = [] if live is None else [live.listener(first + i, each) for i, each in enumerate(splitters)]
+        for i, turn in enumerate(await self._turns(wanted, sampling, ask.num_choices, listeners)):
+            choice = await self._choice(ask, wanted.format, turn, splitters[i].text_start if splitters else None)
+            if messages:
+                self._conversations.record(
+                    wanted.format.key,
+                    messages,
+                    prompt_end=turn.prompt_end,
+                    reply=choice.said,
+                    turn=turn.number,
+                    end=turn.end,
+                )
             choices.append(choice)
         return tuple(choices)
 
@@ -386,10 +516,15 @@ class Session:
             )
         return left
 
-    async def _turns(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> list[_Turn]:
-        """Sample and record `number` turns that follow the same prompt."""
+    async def _turns(
+        self, wanted: _Wanted, sampling: SamplingParams, number: int, listeners: Sequence[OnTokens]
+    ) -> list[_Turn]:
+        """Sample and record this number of turns after one prompt."""
         numbers = self._take_turns(number)
-        tasks = [asyncio.create_task(self._turn(wanted, sampling, each)) for each in numbers]
+        on_tokens: Sequence[OnTokens | None] = listeners or [None] * number
+        tasks = [
+            asyncio.create_task(self._turn(wanted, sampling, *each)) for each in zip(numbers, on_tokens, strict=True)
+        ]
         self._running.update(tasks)
         try:
             return await asyncio.gather(*tasks)
@@ -398,8 +533,9 @@ class Session:
             self._check_open()
             raise
         except RayappError as error:
-            if sampling.json_schema and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
-                raise RefusedError("invalid", f"the engine can't follow this JSON schema: {error:.300}") from error
+            is_own = sampling.structured_outputs or sampling.options
+            if is_own and isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
+                raise RefusedError("invalid", f"the engine can't follow this request: {error!s:.300}") from error
             self.fail(error)
             raise RefusedError("engine", f"the engine failed: {type(error).__name__}") from error
         finally:
@@ -407,13 +543,14 @@ class Session:
                 task.cancel()
             self._running.difference_update(tasks)
 
-    async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int) -> _Turn:
+    async def _turn(self, wanted: _Wanted, sampling: SamplingParams, number: int, on_tokens: OnTokens | None) -> _Turn:
         if sampling.seed is not None:
             # Give each turn its own seed: the same prompt sent again must get a new answer.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
         sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
-        sampled = await self.engine.generate(self.request_id._replace(turn=number), wanted.prompt_ids, sampling)
+        request_id = self.request_id._replace(turn=number)
+        sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)
         self._check_open()
         # Concurrent turns may have used the rest of the limit. A shortened sample is a valid sample of fewer tokens.
         completion = cut_completion(sampled, self._left(wanted))
@@ -421,20 +558,30 @@ class Session:
         prompt_end, end = self.tree.add_turn(
             wanted.after, wanted.read_ids, completion, text=text, started_at_s=started_at_s
         )
-        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end)
+        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end, completion=completion)
 
-    async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn) -> Choice:
+    async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn, text_start: int | None) -> Choice:
+        """Return a turn as an API represents it.
+
+        Args:
+            text_start: end of the thoughts, as a stream split them; None: after the last `</think>`.
+        """
         record = self.tree.turns[turn.number]
         text, stopped_by = _before_stop(record.text, ask.stop)
-        said = readable(after_thoughts(text))
-        calls, said = await self._calls(ask, chat_format, said, turn.number)
+        if text_start is None or text_start > len(text):
+            said, thoughts = (text, "") if ask.prompts else (after_thoughts(text), thoughts_of(text))
+        else:
+            said, thoughts = text[text_start:], thoughts_of(text[:text_start])
+        calls, said = await self._calls(ask, chat_format, readable(said), turn.number)
+        log_probs = () if ask.num_top_log_probs is None else self.formats.log_probs(turn.completion)
         return Choice(
             text=said,
-            thoughts=readable(thoughts_of(text)),
+            thoughts=readable(thoughts),
             calls=calls,
             finish_reason=record.finish_reason,
             is_stopped_by=stopped_by,
             num_tokens=record.end - record.start,
+            log_probs=log_probs,
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
@@ -464,6 +611,11 @@ class Session:
             for i, call in enumerate(raw)
         )
         self.tree.turns[number] = replace(self.tree.turns[number], calls=records)
+
+
+def _retrieved(task: asyncio.Task[Reply]) -> None:
+    if not task.cancelled():
+        task.exception()  # mark the error as retrieved
 
 
 def _read_ids(chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]) -> list[int]:

@@ -34,9 +34,8 @@ from rayapp.runs.mirror.layout import (
     folder_stamp,
     stamp_of,
 )
-from rayapp.storage.base import ObjectInfo, Storage
+from rayapp.storage.base import SHA256, XXH3, ObjectInfo, Storage, both_digests
 from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_missing
-from rayapp.storage.hashing import SHA256, XXH3, both_digests
 
 _AT_ONCE = 4
 

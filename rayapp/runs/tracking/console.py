@@ -47,6 +47,8 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "seconds": ("timing_s/step", "{:.1f}"),
 }
 """Numbers of a step on demonstrations."""
+COST: dict[str, tuple[str, str]] = {"cost": ("cost/total", "{:.2f}")}
+"""What the run has cost so far, if its prices are set (`budget`)."""
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
@@ -64,7 +66,8 @@ def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
     evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
     if any(key.startswith("sft/") for key in metrics):
         return SUPERVISED | evaluated
-    return evaluated if evaluated and "reward/mean" not in metrics else FORMATS | evaluated
+    costed = COST if "cost/total" in metrics else {}
+    return evaluated if evaluated and "reward/mean" not in metrics else FORMATS | costed | evaluated
 
 
 class Pace:

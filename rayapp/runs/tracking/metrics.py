@@ -19,7 +19,7 @@ import numpy as np
 
 from rayapp.core.types import FloatArray, GroupSummary
 
-_COUNTS = ("verdict/", "judged/")
+_COUNTS = ("verdict/", "judged/", "agent/")
 
 
 def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[str, float]:
@@ -66,7 +66,8 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Count trajectories with facts that affect trust in their verdicts, and sum the judges' cost."""
+    """Count trajectories with facts that affect trust in their verdicts, and sum the judges' cost and the counts of
+    external agents' calls."""
     names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
     return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 

@@ -56,6 +56,8 @@ class RunTracker:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
+        self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
+        """Adds metrics to every step's, e.g. what the run has cost."""
         self._signal = SignalWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
@@ -76,7 +78,7 @@ class RunTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step to every tracker. Failures are logged once per tracker and counted in `tracking/failed`."""
-        metrics = dict(metrics) | {"tracking/failed": float(sum(self._num_failed.values()))}
+        metrics = {**metrics, **self.more_metrics(metrics)} | {"tracking/failed": float(sum(self._num_failed.values()))}
         for name, tracker in self._trackers.items():
             with self._guarded(name):
                 tracker.log(step, metrics)

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.files import Location
-from rayapp.runs.compatibility import FORMAT_FILE, check_format_text
+from rayapp.runs.folder import FORMAT_FILE, check_format_text
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")

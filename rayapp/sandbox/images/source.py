@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rayapp.sandbox.images.pull import Wanted, pull
 from rayapp.sandbox.images.reference import parse
-from rayapp.sandbox.images.store import Hold, Store, open_store
+from rayapp.sandbox.images.store import Hold, Image, Store, open_store
 
 _PULLS_AT_ONCE = 2
 
@@ -59,6 +59,10 @@ class ImageSource:
             if (found := self.store.named(reference)) is not None and (hold := self.store.hold(found)) is not None:
                 return hold
             await asyncio.shield(self._pull(template))
+
+    def find(self, template: str) -> Image | None:
+        """Return the image of a template if it is in the cache."""
+        return self.store.named(parse(self._aliases.get(template, template)))
 
     def prefetch(self, template: str) -> None:
         """Pull an image in the background, if it is missing; a failure shows when the image is used."""

@@ -42,6 +42,11 @@ def environment_of(image: Image) -> dict[str, str]:
     return {"HOME": image.home, **dict(image.env)}
 
 
+def working_folder(image: Image) -> str:
+    """Return the image's working folder; /app if it names none, so that relative files are not written to the root."""
+    return image.workdir if image.workdir != "/" else "/app"
+
+
 @cache
 def _harness_source() -> str:
     return Path(harness.__file__).read_text()
@@ -209,7 +214,7 @@ class LocalSandbox:
         session: bool = False,
     ) -> RawResult:
         image = self._image
-        folder = image.workdir if image else ""
+        folder = self._spec.workdir or working_folder(image) if image else ""
         job: Any = kind, {**(environment_of(image) if image else {}), **dict(self._spec.env)}, given, folder
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,

@@ -5,12 +5,18 @@
 
 Every call has its own deadline in this module, in addition to the provider's. A sandbox whose creation is answered too
 late is adopted or killed. Failures don't raise into the pool: they are counted by kind and change `Supply`'s limits.
+
+`fingerprint` checks that a used sandbox looks as it did when it was new, before it is leased again: processes, and
+files where its user may write. The check program runs in the sandbox, so a candidate that controls the interpreter
+there can make it lie. Therefore sandboxes serve once unless `max_uses` says otherwise, and verdicts never rest on a
+sandbox's claims.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,8 +32,68 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
-from rayapp.sandbox.pool.cleanliness import fingerprint
 from rayapp.sandbox.pool.supply import StockItem, StockState, Supply
+
+_LOOK = r"""
+import hashlib, itertools, os, stat
+own = {os.getpid(), os.getppid()}
+seen = []
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) not in own:
+        try:
+            line = open(f"/proc/{name}/cmdline", "rb").read().replace(b"\0", b" ").decode("utf-8", "replace")
+            parent = int(open(f"/proc/{name}/stat").read().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if line and parent not in own and "rayapp-" not in line:
+            seen.append(f"process {name} {line}")
+
+def files_below(root):
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(n for n in names if n not in ("__pycache__", ".cache") and not n.startswith("rayapp-"))
+        for file in files:
+            path = os.path.join(folder, file)
+            try:
+                info = os.lstat(path)
+            except OSError:
+                continue
+            if not file.startswith("rayapp-"):
+                yield f"file {path} {info.st_size} {info.st_mtime_ns} {stat.filemode(info.st_mode)}"
+
+roots = {os.path.expanduser("~"), "/tmp", "/var/tmp", "/dev/shm", os.getcwd()}
+found = (line for root in sorted(roots) for line in files_below(root))
+seen += itertools.islice(found, MOST_FILES)
+# More than are looked at: never the same again, so this sandbox serves once.
+is_whole = next(found, None) is None
+look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).hexdigest()
+print("look:" + (look if is_whole else os.urandom(32).hex()))
+"""
+MOST_FILES = 50_000
+"""Maximum files of a sandbox that is checked. A sandbox with more is used once: reading its disk would take longer than
+making another sandbox."""
+_ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
+
+
+def look_program(most_files: int) -> str:
+    """Return the source of the check program, which prints `look:` and 64 hex digits."""
+    return _LOOK.replace("MOST_FILES", str(most_files))
+
+
+async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
+    """Return a hash of the processes and files in a sandbox. With more than MOST_FILES files it differs at every call.
+
+    Raises:
+        SandboxError: the check failed.
+    """
+    result = await sandbox.run_code(look_program(MOST_FILES), timeout_s=timeout_s)
+    found = _ANSWER.search(result.stdout)
+    if not result.ok or found is None:
+        raise SandboxProtocolError(
+            f"sandbox {sandbox.id} could not be checked for leftovers: exit status {result.exit_code}, "
+            f"{result.error[:200]}"
+        )
+    return found.group(1)
+
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
@@ -75,6 +141,8 @@ class Stock:
     num_strays_ended: int = 0
     num_soiled: int = 0
     num_late: int = 0
+    _lived_s: float = 0.0
+    _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
@@ -164,6 +232,7 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
+        self.lived_s()  # before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.created()
@@ -222,8 +291,16 @@ class Stock:
             # Leave the sandbox: a sweep tries again to end it, and finally the provider's own time limit does.
             self.supply.note(error, "kill")
         finally:
+            self.lived_s()
             self.supply.items.pop(sandbox_id, None)
             self.on_change()
+
+    def lived_s(self) -> float:
+        """Return the seconds that all sandboxes of this stock have lived so far, together. Providers bill them."""
+        now = self.clock()
+        self._lived_s += len(self.supply.items) * (now - self._counted_at)
+        self._counted_at = now
+        return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
         """End a sandbox by id, with a few attempts.

@@ -175,6 +175,7 @@ def _of(source: Supplier) -> dict[str, float]:
         f"{prefix}/limit": float(supply.limit),
         f"{prefix}/created": float(stock.num_created),
         f"{prefix}/ended": float(stock.num_ended),
+        f"{prefix}/lived_s": stock.lived_s(),
         f"{prefix}/strays_ended": float(stock.num_strays_ended),
         f"{prefix}/late": float(stock.num_late),
         f"{prefix}/soiled": float(stock.num_soiled),

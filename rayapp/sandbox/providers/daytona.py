@@ -272,14 +272,14 @@ class DaytonaService:
         try:
             async for found in self.client().list(query, request_timeout=timeout_s):
                 yield str(found.id)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise daytona_error(error, "list") from error
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         try:
             found = await self.client().get(sandbox_id, request_timeout=timeout_s)
             await found.delete(timeout=timeout_s)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             mapped = daytona_error(error, "delete")
             if not isinstance(mapped, SandboxGoneError):
                 raise mapped from error
@@ -292,7 +292,7 @@ class DaytonaService:
         """
         try:
             found = await self.client().get(sandbox_id, request_timeout=_CALL_TIMEOUT_S)
-        except Exception as error:  # boundary: as above
+        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
             raise daytona_error(error, "get") from error
         state = str(getattr(found.state, "value", found.state))
         if state != "started":

@@ -240,7 +240,7 @@ async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession
         await session.open(timeout_s=timeout_s)
     except TimeoutError:
         raise SandboxDeadlineError(f"mcp: {url} did not answer within {timeout_s:g} s") from None
-    except Exception as error:  # boundary: as above
+    except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
         text = f"mcp: {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
         if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
             cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
@@ -263,8 +263,8 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but our
-    own report covers failed code: what is left is the sandbox."""
+    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but failed
+    code is in the watcher's report, so that a failure of the tool means a failed sandbox."""
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")

@@ -210,7 +210,7 @@ async def run_session(
         SandboxProtocolError: the answer broke off.
     """
     mark = new_nonce()
-    # Room for the mark, and for the newline before it.
+    # Allow for the mark, and for the newline before the mark.
     output = _CappedOutput(max_output_bytes, len(mark) + 2)
     started = time.monotonic()
     task = asyncio.ensure_future(run(f"{code}\nprint('{mark}')", output.out, output.err))

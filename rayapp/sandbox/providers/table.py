@@ -14,11 +14,13 @@ from rayapp.config.sandbox import (
     ProviderConfig,
     SandboxConfig,
 )
-from rayapp.core.errors import SandboxConfigError, UserError
+from rayapp.core.errors import ImageError, SandboxConfigError, UserError
 from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_plugin
 from rayapp.core.types import AgentStart
+from rayapp.sandbox.images.reference import PREFIX, is_image, parse
+from rayapp.sandbox.images.source import ImageSource
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider
 
@@ -37,6 +39,17 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
         allow_unisolated=config.allow_unisolated,
         packages=config.local.packages,
         max_slots=num_local_sandboxes(config),
+        images=image_source(config.local),
+    )
+
+
+def image_source(section: LocalConfig) -> ImageSource:
+    """Return the cache of images that local sandboxes use."""
+    return ImageSource(
+        folder=section.image_cache,
+        max_gib=section.image_cache_gib,
+        mirrors=section.image_mirrors,
+        aliases=section.images,
     )
 
 
@@ -110,10 +123,27 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
     A provider without them would fail every lease that it gets, so one such provider is enough.
     """
     for section in config.providers if template else ():
-        if isinstance(section, LocalConfig):
-            return "the local provider builds and runs no images: name a remote one in sandbox.providers"
-        if isinstance(section, E2BConfig | McpConfig) and template not in section.images:
-            return f"provider {section.type} has templates of its own: build one, name it in images: {{{template}: …}}"
+        name = template.removeprefix(PREFIX).removeprefix("build:")
+        if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
+            return why
+        if isinstance(section, E2BConfig | McpConfig) and not {template, name} & section.images.keys():
+            return f"provider {section.type} has templates of its own: build one, name it in images: {{{name}: …}}"
+        if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
+            return f"provider daytona can't read {name}: push it to a registry, or name a snapshot in images"
+    return ""
+
+
+def _why_no_image(section: LocalConfig, template: str) -> str:
+    """Return why the local provider has no sandboxes of a template; empty if it has, or can pull the image."""
+    wanted = section.images.get(template, template)
+    if not is_image(wanted):
+        return f"the local provider has images only: name one in images: {{{template}: 'image:…'}}"
+    try:
+        reference = parse(wanted)
+    except ImageError as error:
+        return str(error)
+    if reference.kind == "build" and image_source(section).find(wanted) is None:
+        return "the local provider has not built this image: `rayapp images build FOLDER`"
     return ""
 
 

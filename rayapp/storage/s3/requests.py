@@ -38,8 +38,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.files import Location, check_key
 from rayapp.core.http import pauses_s
-from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
-from rayapp.storage.hashing import hash_bytes
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo, hash_bytes
 from rayapp.storage.settings import S3Settings
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}

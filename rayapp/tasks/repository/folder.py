@@ -6,13 +6,14 @@
     tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, if the user trusts it, see `scripts.py`
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
-rayapp builds no images. The local provider can follow a Dockerfile that starts from Python, or from a bare Debian or
-Ubuntu, and only copies its folder. Any other Dockerfile needs an image that was built elsewhere (docs/environments.md).
+A Dockerfile that only takes Python, or a bare Debian or Ubuntu, and copies its folder needs no image. One that takes
+another image and copies its folder needs that image. Any other has to be built (docs/environments.md).
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
+from rayapp.sandbox.images.reference import PREFIX
 from rayapp.tasks.repository.hidden_tests import HiddenTest, read_hidden_tests
 from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
 
@@ -48,6 +50,43 @@ def why_an_image(dockerfile: str) -> str:
         if why:
             return f"line {number}, `{' '.join(words)[:80]}`: {why}"
     return ""
+
+
+def base_image(dockerfile: str) -> str:
+    """Return the image that a Dockerfile takes if it does nothing but copy its folder and set variables; else empty."""
+    found = _instructions(dockerfile)
+    bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
+    others = [words for _, words in found if words[0].upper() != "FROM"]
+    can_follow = all(
+        words[0].upper() in _HARMLESS or (words[0].upper() == "COPY" and len(words) == 3 and words[1] in _HERE)
+        for words in others
+    )
+    return bases[0] if len(bases) == len(found) - len(others) == 1 and can_follow and "$" not in dockerfile else ""
+
+
+def variables_of(dockerfile: str) -> dict[str, str]:
+    """Return the variables that a Dockerfile sets."""
+    found: dict[str, str] = {}
+    for _, words in _instructions(dockerfile):
+        if words[0].upper() != "ENV" or len(words) < 2:
+            continue
+        try:
+            parts = shlex.split(" ".join(words[1:]))
+        except ValueError:
+            parts = words[1:]
+        is_old_form = "=" not in parts[0]
+        found |= {parts[0]: " ".join(parts[1:])} if is_old_form else dict(_pair(part) for part in parts)
+    return found
+
+
+def _pair(part: str) -> tuple[str, str]:
+    name, _, value = part.partition("=")
+    return name, value
+
+
+def _built(name: str) -> str:
+    """Return the template of an image that is built from the folder with this name."""
+    return f"{PREFIX}build:{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def workdir_of(dockerfile: str) -> str:
@@ -155,6 +194,10 @@ class TaskFolder:
     """Image that the workspaces or verdicts need -> the reason why they need it."""
     workdir: str
     """Folder of the repository for Harbor's scripts; empty if there is no script."""
+    image_workdir: str
+    """Folder of the repository in an image; empty for the image's own."""
+    env: tuple[tuple[str, str], ...]
+    """Variables that the Dockerfile adds to those of its image."""
     timeout_s: float
     memory_mib: int
     disk_mib: int
@@ -186,7 +229,11 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     has_workdir = is_script or SOLVE in solution
     image, why = _image(toml.environment, environment, name)
     if has_workdir and workdir != WORKDIR and not image:
-        image, why = name, f"its working folder is {workdir}, which only an image has"
+        base = base_image(dockerfile)
+        image, why = (
+            f"{PREFIX}{base}" if base else _built(name),
+            f"its working folder is {workdir}, which only an image has",
+        )
     script, script_why = _script(tests, toml.verifier, (image, why), name, where) if is_script else (None, "")
     images = {image: why} | ({script.image: script_why} if script else {})
     return TaskFolder(
@@ -200,6 +247,8 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
         image=image,
         images={each: why for each, why in images.items() if each},
         workdir=workdir if has_workdir else "",
+        image_workdir=(toml.environment.workdir or workdir_of(dockerfile)) if image else "",
+        env=tuple(variables_of(dockerfile).items()) if image else (),
         timeout_s=toml.verifier.timeout_sec or (_SCRIPT_TIMEOUT_S if is_script else _TESTS_TIMEOUT_S),
         memory_mib=toml.environment.memory_mb,
         disk_mib=min(toml.environment.storage_mb, _LARGEST_DISK_MIB),
@@ -218,11 +267,13 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
 def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
     """Return the image that the task needs, and why it does; two empty strings if any sandbox with Python is enough."""
     if section.docker_image:
-        return section.docker_image, "task.toml names it"
+        return f"{PREFIX}{section.docker_image}", "task.toml names it"
     compose = next((file for file in environment if file.startswith("docker-compose")), "")
     why = why_an_image(environment.get("Dockerfile", ""))
+    if why and not compose and (base := base_image(environment.get("Dockerfile", ""))):
+        return f"{PREFIX}{base}", f"its Dockerfile, {why}"
     why = f"its Dockerfile, {why}" if why else compose and f"it has a {compose}"
-    return (name if why else ""), why
+    return (_built(name) if why else ""), why
 
 
 def _script(
@@ -244,7 +295,7 @@ def _script(
         section = verifier.environment or _TaskEnvironment()
         image, why = _image(section, texts, f"{name}-tests") if texts["Dockerfile"] or section.docker_image else agents
     if not image and (why := why_a_script_needs_an_image(texts["test.sh"])):
-        image = name
+        image = _built(name)
     return TestScript(files=files, env=tuple(verifier.env.items()), image=image), why
 
 

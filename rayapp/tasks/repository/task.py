@@ -160,6 +160,8 @@ class RepositoryTask:
         folder = self.folder
         return SandboxSpec(
             template=folder.image,
+            workdir=folder.image_workdir,
+            env=folder.env,
             memory_mib=folder.memory_mib,
             disk_mib=folder.disk_mib,
             max_processes=_PROCESSES,

@@ -12,7 +12,7 @@ from support.storage.faulty_proxy import FaultyProxy
 
 
 class ProxyThread(FaultyProxy):
-    """For tests without an event loop: `with ProxyThread(server.url) as proxy:`."""
+    """Proxy in a thread, for tests without an event loop: `with ProxyThread(server.url) as proxy:`."""
 
     def __enter__(self) -> ProxyThread:
         self._thread = LoopThread("faulty-proxy")

@@ -218,7 +218,7 @@ def test_what_train_refuses_before_it_starts_is_found(
 
     assert told(tasks=letter_tasks) == ""
     assert "no task 'nowhere'" in told(tasks=["nowhere"])
-    assert "two tasks are called first" in told(tasks=[letter_tasks[0], str(copy)])
+    assert "two tasks have the name first" in told(tasks=[letter_tasks[0], str(copy)])
     assert "data_source" in told(tasks=[str(tmp_path / "plain.parquet")])
     assert "there is no file nowhere.py" in told(tasks=rows, reward={"custom": "nowhere.py:f"})
     assert "there is no file" in told(tasks=rows, agent={"tool_file": str(tmp_path / "tools.yaml")})
@@ -297,7 +297,7 @@ def test_a_disk_that_the_best_checkpoints_would_fill_is_found_before_the_run(mod
 def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rayapp.cli.doctor.gpu_names", lambda: ["g"] * 2)
-    monkeypatch.setattr("rayapp.learner.memory.gpus.gpu_here", lambda: None)
+    monkeypatch.setattr("rayapp.learner.memory.shape.gpu_here", lambda: None)
     monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 8 << 30)
     sections = {"cluster": {"device": "gpu", "placement": "colocated"}, "model": {"path": str(model)}}
 

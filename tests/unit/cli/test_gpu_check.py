@@ -24,7 +24,7 @@ from rayapp.cli.gpu_check.training import judge_run, passed_on, run_config
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB
+from rayapp.learner.memory.shape import GIB
 
 STEP = {"learner/grad_norm": 1.0, "weight_sync/bytes": 1e9, "weight_sync/load_s": 0.5, "timing_s/step": 3.0,
         "rollout_probs_diff/mean": 0.001}  # fmt: skip

@@ -12,7 +12,7 @@ import yaml
 from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import ConfigError, RunFolderError
-from rayapp.runs.compatibility import check_same_training
+from rayapp.runs.folder import check_same_training
 
 CODE: dict[str, Any] = {"name": "code", "ratio": 3, "tasks": ["sort_numbers"], "rollout": {"max_completion_tokens": 96}}
 ROWS: dict[str, Any] = {

@@ -14,7 +14,6 @@ from rayapp.cli.plan import plan_command
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.gpus import GIB, Gpu, gpu_called
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
     largest_server_share,
@@ -31,7 +30,7 @@ from rayapp.learner.memory.plan import (
     plan_node,
     plan_server,
 )
-from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
 
 SHAPE = ModelShape(
@@ -180,6 +179,15 @@ def test_a_compiled_learner_is_faster() -> None:
 
 
 QWEN = {
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
     "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
@@ -187,7 +195,12 @@ QWEN = {
 
 @pytest.mark.parametrize(
     ("name", "size", "gpu"),
-    [("coding_8gpu", "3B", "h100"), ("gsm8k_tool_8gpu", "3B", "h100"), ("coding_1gpu", "1.5B", "rtx4090")],
+    [
+        ("coding_8gpu", "3B", "h100"),
+        ("gsm8k_tool_8gpu", "3B", "h100"),
+        ("coding_1gpu", "1.5B", "rtx4090"),
+        ("swe_8gpu", "7B", "h100"),
+    ],
 )
 def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str, size: str, gpu: str, tmp_path: Path) -> None:
     common = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "model_type": "qwen2"}

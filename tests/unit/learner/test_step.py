@@ -28,7 +28,7 @@ from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.memory.idle import moments_of, weights_of
-from rayapp.learner.optimizer import learning_rate
+from rayapp.learner.policy import learning_rate
 from rayapp.learner.shares import Share
 from support.learners import sampled, save_llama
 

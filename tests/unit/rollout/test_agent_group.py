@@ -207,7 +207,9 @@ class Hanging:
     is_dead: bool = False
     asked: list[RequestId] = field(default_factory=list)
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         self.asked.append(request_id)
         if self.is_dead:
             raise EngineDeadError("gone")

@@ -196,7 +196,7 @@ async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(
         """Routes each token to the expert with the number of its turn."""
 
         async def generate(
-            self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams
+            self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
         ) -> Completion:
             completion = await scripted.generate(request_id, prompt_ids, sampling)
             size = len(prompt_ids) - sampling.num_routed + completion.token_ids.size - 1

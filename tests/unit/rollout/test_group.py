@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,9 @@ class Engine:
     hang: frozenset[int] = frozenset()
     seen: list[tuple[str, SamplingParams]] = field(default_factory=list)
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         self.seen.append((request_id, sampling))
         index = request_id.trajectory
         if index in self.hang:
@@ -124,7 +127,9 @@ class QuittingEngine(Engine):
 
     reason: str = "abort"
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         if request_id.trajectory != 3:
             return await super().generate(request_id, prompt_ids, sampling)
         log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])

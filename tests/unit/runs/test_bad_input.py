@@ -26,8 +26,7 @@ from rayapp.core.errors import (
     StorageUnreachableError,
     UserError,
 )
-from rayapp.runs.compatibility import FORMAT, check_format
-from rayapp.runs.folder import RunFolder
+from rayapp.runs.folder import FORMAT, RunFolder, check_format
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source

@@ -17,8 +17,8 @@ from rayapp.runs.mirror import lock as lock_module
 from rayapp.runs.mirror import restore
 from rayapp.runs.mirror.layout import Ledger, folder_stamp, last_step, loose_files, trajectory_step
 from rayapp.runs.mirror.lock import Holder, acquire, last_generation
+from rayapp.runs.mirror.mirror import Uploader
 from rayapp.runs.mirror.restore import fetch_again, prepare
-from rayapp.runs.mirror.upload import Uploader
 from rayapp.storage.opening import LocalStorage
 
 QUICK = {"lease_s": 0.4, "poll_s": 0.02, "settle_s": 0.0}

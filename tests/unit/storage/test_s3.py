@@ -28,7 +28,7 @@ from rayapp.core.errors import (
 from rayapp.storage.base import ObjectInfo, Storage
 from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
-from rayapp.storage.s3.upload import journal_key, part_bytes_for
+from rayapp.storage.s3.storage import journal_key, part_bytes_for
 from rayapp.storage.settings import MIB, S3Settings, Transfer
 from support.ports import free_port
 from support.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen

@@ -17,13 +17,14 @@ import pytest
 import pytest_asyncio
 
 from rayapp.cli.main import run
+from rayapp.cli.task import _page
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.audit.checks import TaskReport, audit
+from rayapp.tasks.audit.checks import AuditFinding, TaskReport, audit
 from rayapp.tasks.audit.hunt import holds_expression, places_of
 from rayapp.tasks.audit.subject import Attempt, Subject
 from rayapp.tasks.audit.subjects import coding_subject, subjects_of, task_subject
@@ -295,3 +296,14 @@ async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
 
     assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
     assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []
+
+
+def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
+    finding = AuditFinding(task="<b>bad</b>", check="cheat", detail="an answer that <script>x</script> earns 1")
+    good = TaskReport(task="good", kind="coding", nothing=0.0, solution="2/2", cheats="0/17")
+    page = _page([good, TaskReport(task="<b>bad</b>", kind="coding", findings=(finding,))])
+
+    assert "2 tasks audited, 1 with findings" in page
+    assert "<script>" not in page
+    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td><td>0</td><td>2/2</td>")
+    assert "cheat: an answer that &lt;script&gt;" in page

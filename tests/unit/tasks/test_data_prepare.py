@@ -174,7 +174,7 @@ def test_the_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.Capture
 
     assert run(arguments) == 0
 
-    assert "train.parquet: 5 rows, 0 that could not be mapped" in capsys.readouterr().out
+    assert "train.parquet: 5 rows written, 0 rows could not be mapped" in capsys.readouterr().out
 
 
 def test_the_command_refuses_other_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -531,7 +531,7 @@ def test_a_judge_that_can_not_be_meant_is_refused_with_the_way_out(config: dict[
 def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rubric(tmp_path: Path) -> None:
     from rayapp.config.loading import to_yaml
     from rayapp.core.errors import RunFolderError
-    from rayapp.runs.compatibility import check_same_training
+    from rayapp.runs.folder import check_same_training
 
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(Config.model_validate(judged())))

@@ -276,9 +276,7 @@ def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (spoil("environment/Dockerfile", "FROM python:3\nWORKDIR /srv\n"), "its working folder is /srv"),
-        (spoil("task.toml", '[environment]\nworkdir = "/srv"\n'), "its working folder is /srv"),
-        (spoil("task.toml", '[environment]\ndocker_image = "a/b"\n'), "task.toml names it"),
+        (spoil("environment/Dockerfile", "FROM python:3\nRUN x\nWORKDIR /srv\n"), "`RUN x`"),
         (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
         (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
         (
@@ -313,7 +311,7 @@ def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folde
     (folder / "tests" / "Dockerfile").write_text("FROM python:3\nRUN pip install pytest\nCOPY . /tests/\n")
     task = load_repository(folder, "mine", trusts_script=True)
 
-    assert (task.spec.template, task.verdict_spec.template) == ("", "mine-tests")
+    assert (task.spec.template, task.verdict_spec.template) == ("", "image:build:mine-tests")
     assert (task.spec.memory_mib, task.folder.timeout_s) == (2048, 600.0)
 
 
@@ -441,6 +439,27 @@ def test_a_dockerfile_is_honoured_without_building_or_told_by_its_line(dockerfil
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize(
+    ("dockerfile", "toml", "template", "workdir", "env"),
+    [
+        ("FROM node:20\nWORKDIR /srv\nENV A=1 B='x y'\nENV C d e\nCOPY . .\n", "", "image:node:20", "/srv",
+         {"A": "1", "B": "x y", "C": "d e"}),
+        ("FROM node:20\nRUN npm ci\n", "", "image:build:mine", "", {}),
+        ("", "[environment]\ndocker_image = 'a/b:1'\nworkdir = '/w'\n", "image:a/b:1", "/w", {}),
+        ("FROM a AS x\nFROM b\nCOPY --from=x /y /y\n", "", "image:build:mine", "", {}),
+    ],
+)  # fmt: skip
+def test_an_image_is_taken_as_it_is_or_has_to_be_built(
+    folder: Path, dockerfile: str, toml: str, template: str, workdir: str, env: dict[str, str]
+) -> None:
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "task.toml").write_text(toml)
+
+    spec = load_repository(folder, "mine").spec
+
+    assert (spec.template, spec.workdir, dict(spec.env)) == (template, workdir, env)
+
+
 def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: Path) -> None:
     (folder / "environment" / "Dockerfile").write_text("FROM python:3-slim\nRUN pip install numpy\n")
 
@@ -449,7 +468,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
-        ConfigError, match=r"task mine needs sandboxes of mine .*line 2, `RUN pip .*, and the local provider builds"
+        ConfigError, match=r"task mine needs sandboxes of image:build:mine .*line 2, `RUN pip .*`rayapp images build"
     ):
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(

@@ -99,8 +99,19 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
     uid = os.getuid()
     level.enter()
     if images:
-        sys.path[:] = [entry.replace(here.library, visible_files.LIBRARY_IN_IMAGES) for entry in sys.path]
+        _move_library(here.library, visible_files.LIBRARY_IN_IMAGES)
     return level, uid
+
+
+def _move_library(old: str, new: str) -> None:
+    """Let modules that are imported from now on be found at the library's new place."""
+    sys.path[:] = [entry.replace(old, new) for entry in sys.path]
+    for module in list(sys.modules.values()):
+        if isinstance(path := getattr(module, "__path__", None), list):
+            path[:] = [entry.replace(old, new) for entry in path]
+        if file := getattr(module, "__file__", None):
+            module.__file__ = file.replace(old, new)
+    sys.path_importer_cache.clear()
 
 
 def import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:

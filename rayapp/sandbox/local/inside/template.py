@@ -60,8 +60,8 @@ class Template:
         """Fork the template. It ends when this process does.
 
         Args:
-            outside: the provider's channel, which the template closes: only while the zygote alone holds it does an end
-                of file tell the provider that the zygote is dead.
+            outside: the provider's channel, which the template closes. Only the zygote may hold it open, so that the
+                provider gets an end of file when the zygote dies.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:

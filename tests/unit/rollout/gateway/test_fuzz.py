@@ -37,7 +37,9 @@ class LoggingEngine:
     dice: random.Random
     log: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         await asyncio.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         ids = self._said()[: sampling.max_tokens]
         completion = Completion(

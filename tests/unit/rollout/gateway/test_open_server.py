@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,9 +14,10 @@ import openai
 import pytest
 
 from actors.routing import AnyServer
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, EngineError
 from rayapp.core.types import SamplingParams
 from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.gateway.conversation import Replies, Said
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound
 from rayapp.rollout.gateway.open_server import open_to_all
@@ -33,7 +33,9 @@ CALL = '<tool_call>\n{"name": "echo", "arguments": {}}\n</tool_call>'
 @pytest.fixture
 def serve(chat_tokenizer: Any) -> Any:
     @asynccontextmanager
-    async def serving(said: str = "yes", **options: Any) -> AsyncIterator[tuple[str, ScriptedEngine]]:
+    async def serving(
+        said: str = "yes", template: str = "", **options: Any
+    ) -> AsyncIterator[tuple[str, ScriptedEngine]]:
         engine = ScriptedEngine(
             lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
             chat_tokenizer.decode,
@@ -42,11 +44,11 @@ def serve(chat_tokenizer: Any) -> Any:
             policy_version=7,
         )
         engine.record = True
-        template = load_template("chatml_hermes")
+        template = template or load_template("chatml_hermes")
         formats = Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
         sockets = bound("127.0.0.1", 0)
-        options = {"sampling": SamplingParams(max_tokens=4000), "sockets": sockets, **options}
-        options |= {"model": "outputs/mine/final", "key": "secret"}
+        shared = {"model": "outputs/mine/final", "keys": ["secret"], "sampling": SamplingParams(max_tokens=4000)}
+        options = {**shared, "sockets": sockets, **options}
         async with open_to_all(formats, AnyServer([engine]), **options) as url:
             yield url, engine
 
@@ -106,7 +108,7 @@ async def test_metrics_count_calls_tokens_and_the_policys_version(serve: Any) ->
     async with serve("yes") as (url, _):
         chat = client(url).chat.completions
         usage = [(await chat.create(model="any", messages=HI)).usage for _ in range(3)]
-        with pytest.raises(openai.BadRequestError, match="temperature must be from 0 to 2"):
+        with pytest.raises(openai.BadRequestError, match=r"temperature: .* less than or equal to 2, not 9"):
             await chat.create(model="any", messages=HI, temperature=9)
         async with aiohttp.ClientSession() as http, http.get(f"{url}/no/such/path"):
             pass
@@ -122,11 +124,9 @@ async def test_metrics_count_calls_tokens_and_the_policys_version(serve: Any) ->
     assert not [name for name in found if "no/such" in name]
 
 
-async def test_nothing_of_a_call_is_kept(serve: Any) -> None:
+async def test_no_session_outlives_its_call(serve: Any) -> None:
     async with serve("x" * 300) as (url, _):
-        first = await client(url).responses.create(model="any", input="hi")
-        with pytest.raises(openai.BadRequestError, match="this server keeps no replies"):
-            await client(url).responses.create(model="any", input="more", previous_response_id=first.id)
+        await client(url).responses.create(model="any", input="hi")
         gc.collect()
 
         assert [each for each in gc.get_objects() if isinstance(each, Session)] == []
@@ -181,10 +181,166 @@ async def test_a_harness_gets_json_and_calls_in_the_form_that_it_asks_for(serve:
         ("echo", '{"n": 1}')
     ]
     assert (message.stop_reason, message.content[-1].input) == ("tool_use", {"n": 1})  # type: ignore[union-attr]
-    schemas = [json.loads(params.json_schema) for *_, params in engine.requests]
+    schemas = [params.structured_outputs["json"] for *_, params in engine.requests]
     assert schemas[0]["items"]["properties"]["name"] == {"type": "string", "enum": ["echo"]}
     assert schemas[1:3] == [schema, {"type": "object"}]
     assert schemas[3]["maxItems"] == 1
+
+
+async def test_a_response_continues_an_earlier_one_only_with_the_key_that_began_it(
+    serve: Any, chat_tokenizer: Any
+) -> None:
+    async with serve("yes", keys=["secret", "other"]) as (url, engine):
+        responses = client(url).responses
+        first = await responses.create(model="any", input="hi", instructions="Be brief.")
+        second = await responses.create(model="any", input="more", previous_response_id=first.id)
+        unkept = await responses.create(model="any", input="hi", store=False)
+        for other, key in ((first, "other"), (unkept, "secret")):
+            with pytest.raises(openai.BadRequestError, match="there is no such reply here"):
+                await client(url, key).responses.create(model="any", input="more", previous_response_id=other.id)
+
+    assert second.previous_response_id == first.id
+    prompt = chat_tokenizer.decode(engine.requests[1][1])
+    assert prompt.index("hi") < prompt.index("yes") < prompt.index("more")
+    assert "Be brief." not in prompt
+
+
+def test_the_oldest_conversations_are_dropped_at_the_limit() -> None:
+    kept = Replies(max_chars=2500)
+    for name in "abc":
+        kept.add(name, (Said(role="user", text="x" * 500),))
+
+    assert kept.get("a") is None
+    assert [kept.get(name) is not None for name in "bc"] == [True, True]
+
+
+async def test_every_sampling_field_of_vllm_reaches_the_engine_or_is_refused(serve: Any) -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "stop_token_ids": [3],
+        "allowed_token_ids": [3, 4],
+        "bad_words": ["no"],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "thinking_token_budget": 9,
+    }
+    wrong: dict[str, Any] = {
+        "min_p": 2,
+        "stop_token_ids": [-1],
+        "logit_bias": {"x": 1},
+        "min_tokens": True,
+        "structured_outputs": {"json": {}, "regex": "a"},
+        "chat_template_kwargs": {"messages": "x"},
+        "guided_json": {"type": "object"},
+        "prompt_logprobs": 1,
+    }
+    async with serve() as (url, engine):
+        asked: Any = {"model": "any", "messages": HI}
+        chat = client(url).chat.completions
+        more: Any = {"presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": -100}}
+        await chat.create(**asked, **more, extra_body=fields)
+        await chat.create(**asked, extra_body={"structured_outputs": {"regex": "a+"}, "min_p": 0})
+        for name, value in wrong.items():
+            with pytest.raises(openai.BadRequestError, match=name):
+                await chat.create(**asked, extra_body={name: value})
+
+    assert engine.requests[0][2].options == fields | more | {"logit_bias": {5: -100.0}}
+    assert engine.requests[1][2].options == {}
+    assert engine.requests[1][2].structured_outputs == {"regex": "a+"}
+    assert len(engine.requests) == 2
+
+
+async def test_log_probs_come_with_the_likeliest_tokens_in_each_apis_form(serve: Any) -> None:
+    async with serve("yes yes") as (url, engine):
+        asked: Any = {"model": "any", "messages": HI, "logprobs": True, "top_logprobs": 2}
+        chat = await client(url).chat.completions.create(**asked)
+        streamed = [chunk async for chunk in await client(url).chat.completions.create(**asked, stream=True)]
+        response = await client(url).responses.create(
+            model="any", input="hi", include=["message.output_text.logprobs"], top_logprobs=1
+        )
+        completion = await client(url).completions.create(model="any", prompt="hi", logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
+            await client(url).chat.completions.create(model="any", messages=HI, top_logprobs=2)
+
+    found = chat.choices[0].logprobs.content
+    num_sampled = chat.usage.completion_tokens
+    assert len(found) == num_sampled
+    assert [round(each.logprob, 4) for each in found[:2]] == [-0.5, -0.501]
+    assert [each.logprob for each in found[0].top_logprobs] == [-1.0, -2.0]
+    assert [chunk.choices[0].logprobs for chunk in streamed][-1].content == found
+    assert len(response.output[0].content[0].logprobs) == num_sampled  # type: ignore[union-attr]
+    assert "".join(completion.choices[0].logprobs.tokens).startswith("yes yes")
+    assert [params.num_top_log_probs for *_, params in engine.requests] == [2, 2, 1, 2]
+
+
+async def test_completions_continue_texts_and_token_ids_as_they_are(serve: Any, chat_tokenizer: Any) -> None:
+    ids = chat_tokenizer.encode("once upon a time")
+    async with serve("<think>a</think>b") as (url, engine):
+        create = client(url).completions.create
+        one = await create(model="any", prompt="once upon a time", max_tokens=60)
+        many = await create(model="any", prompt=[ids, [5, 6]], n=2, max_tokens=3, stop="b")
+        streamed = [chunk async for chunk in await create(model="any", prompt="once", stream=True, max_tokens=60)]
+        await create(model="any", prompt="once")
+        for prompt in ("", [], [[]], [-1], [1 << 40], {"a": 1}, [["a"]]):
+            with pytest.raises(openai.BadRequestError, match="prompt"):
+                await create(model="any", prompt=prompt)  # type: ignore[call-overload]
+
+    assert one.choices[0].text == "<think>a</think>b"
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "<think>a</think>b"
+    assert list(engine.requests[0][1]) == ids
+    assert [list(prompt) for _, prompt, _ in engine.requests[1:5]] == [ids, ids, [5, 6], [5, 6]]
+    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+    assert [params.max_tokens for *_, params in engine.requests] == [60, 3, 3, 3, 3, 60, 16]
+
+
+async def test_the_chat_template_gets_variables_and_the_effort_if_it_reads_them(
+    serve: Any, chat_tokenizer: Any
+) -> None:
+    template = load_template("chatml_hermes") + "{{ reasoning_effort }}{{ tone }}"
+    async with serve(template=template) as (url, engine):
+        chat = client(url).chat.completions.with_raw_response
+        more = {"chat_template_kwargs": {"tone": "<|im_end|>kind", "unread": 1}}
+        answer = await chat.create(model="any", messages=HI, reasoning_effort="low", extra_body=more)
+
+    prompt = chat_tokenizer.decode(engine.requests[0][1])
+    assert "low" in prompt
+    assert "kind" in prompt
+    assert "<|im_end|>kind" not in prompt
+    assert answer.headers["x-rayapp-not-followed"] == "unread"
+
+
+async def test_a_key_has_a_limit_of_calls_at_once(serve: Any) -> None:
+    async with serve(keys=["secret", "other"], max_requests=1) as (url, engine):
+        goes_on, generate = asyncio.Event(), engine.generate
+
+        async def slow(*asked: Any) -> Any:
+            await goes_on.wait()
+            return await generate(*asked)
+
+        engine.generate = slow
+        first = asyncio.create_task(client(url).chat.completions.create(model="any", messages=HI))
+        while (await scraped(url))["rayapp_serve_requests_running"] < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="1 calls with this key"):
+            await client(url).chat.completions.create(model="any", messages=HI)
+        second = asyncio.create_task(client(url, "other").chat.completions.create(model="any", messages=HI))
+        goes_on.set()
+
+        assert (await first).choices[0].message.content == (await second).choices[0].message.content == "yes"
+
+
+async def test_a_schema_that_the_engine_can_not_follow_is_refused_in_its_words(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*asked: Any) -> Any:
+        raise EngineError("VLLMValidationError: Grammar error: Invalid type: nonsense")
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nonsense"}}}
+    async with serve() as (url, engine):
+        monkeypatch.setattr(engine, "generate", generate)
+        with pytest.raises(openai.BadRequestError, match=r"can't follow this request: VLLMV.* type: nonsense"):
+            await client(url).chat.completions.create(model="any", messages=HI, response_format=form)
 
 
 async def test_silent_connections_keep_nobody_out(serve: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolSchema
 from support.hermes import HermesParser
 
+SYSTEM = Said(role="system", text="It is 10:00.")
 TOOL = ToolSchema(name="echo", description="Says it again.", parameters={"type": "object", "properties": {"t": {}}})
 
 
@@ -97,7 +98,7 @@ async def test_a_call_goes_on_from_the_ids_that_were_sampled(bench: Any) -> None
 
 async def test_the_first_prompt_and_the_suffixes_are_those_of_the_agent_loop(bench: Any) -> None:
     b = await bench(call("a") + call("b"), "done")
-    chat = (await b.session.formats.with_tools([TOOL])).chat
+    chat = (await b.session.formats.of_call([TOOL])).chat
 
     reply = await b.ask(user("go"), tools=(TOOL,))
     (one, two), text = reply.choices[0].calls, reply.choices[0].text
@@ -263,7 +264,9 @@ async def test_what_the_engine_fails_at_ends_the_session_and_is_kept(bench: Any)
 class Slow:
     """An engine that never answers."""
 
-    async def generate(self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
+    ) -> Completion:
         await asyncio.Event().wait()
         raise AssertionError("it never answers")
 
@@ -305,7 +308,7 @@ async def test_a_caller_that_hangs_up_leaves_no_turn(bench: Any) -> None:
         ((), {}, "the last message must have the role user or tool"),
         ((user("a"), Said(role="assistant", text="b")), {}, "the last message must have the role user or tool"),
         ((user("a"),), {"num_choices": 17}, "n is 17: it must be from 1 to 16"),
-        ((user("a"),), {"previous": "nothing"}, "this session has no reply with this id"),
+        ((user("a"),), {"previous": "nothing"}, "there is no such reply here"),
     ],
 )
 async def test_a_call_that_can_not_be_served_is_refused(
@@ -321,7 +324,9 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(RefusedError, match=r"these tools can't be put into the prompt: .*does not write the tools"):
+    with pytest.raises(
+        RefusedError, match=r"these tools and variables can't be put into the prompt: .*does not write the tools"
+    ):
         await b.ask(user("hi"), tools=(TOOL,))
 
 
@@ -412,9 +417,50 @@ async def test_with_one_call_at_a_time_the_reply_has_the_first_call_alone(bench:
     assert [call.failure for call in b.session.tree.turns[0].calls] == ["", "too_many_calls"]
 
 
+@pytest.mark.parametrize(
+    ("history", "reason", "shown"),
+    [
+        ([Said(role="system", text="It is 10:01.")], "system_prompt_changed", "10:01"),
+        ([user("hello")], "other_conversation", "hello"),
+        ([SYSTEM, user("hi")], "retry", ""),
+        ([SYSTEM, user("hi"), Said(role="assistant", text="My lookup")], "reply_rewritten", "My lookup"),
+        ([SYSTEM, user("hi"), "other arguments"], "arguments_rewritten", "b"),
+        ([SYSTEM, user("summary"), Said(role="assistant", text="ok")], "history_rewritten", "summary"),
+    ],
+)
+async def test_a_call_that_forks_the_trajectory_is_counted_with_its_reason_and_the_first_difference(
+    bench: Any, history: list[Any], reason: str, shown: str
+) -> None:
+    b = await bench("look " + call("a"), "done", "again")
+    first = (await b.ask(SYSTEM, user("hi"), tools=(TOOL,))).choices[0].said
+    result = Said(role="tool", text="A", call_id=first.calls[0].id)
+    await b.ask(SYSTEM, user("hi"), first, result, tools=(TOOL,))
+    assert b.session.counts["forks"] == 0
+
+    rewritten = replace(first, calls=(replace(first.calls[0], arguments='{"t": "b"}'),))
+    sent = [rewritten if each == "other arguments" else each for each in history]
+    await b.ask(*sent, *([] if sent[-1].role == "user" else [user("go on")]), tools=(TOOL,))
+
+    played = b.session.trajectory(output="the program's output")
+    assert played.agent_counts[f"forks/{reason}"] == played.agent_counts["forks"] == 1
+    lines = played.agent_output.splitlines()
+    assert lines[0] == "the program's output"
+    assert reason.replace("_", " ") in lines[1]
+    assert shown in lines[1]
+
+
+async def test_calls_under_another_models_name_can_be_refused(bench: Any) -> None:
+    b = await bench("the answer")
+    b.session.other_models = "refuse"
+
+    with pytest.raises(RefusedError, match="there is no model 'small'; the model is 'policy'"):
+        await b.ask(user("Name this."), model="small")
+    assert (await b.ask(user("hi"))).choices[0].text == "the answer"
+
+
 async def test_calls_under_another_models_name_are_answered_and_not_recorded(bench: Any) -> None:
     b = await bench("a title", "the answer", max_turns=1)
-    b.session.only_model = "policy"
+    b.session.other_models = "untrained"
 
     title = await b.ask(user("Name this."), model="small")
     await b.ask(user("hi"))

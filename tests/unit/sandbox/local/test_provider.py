@@ -83,16 +83,19 @@ async def test_a_zygote_keeps_what_it_compiles_of_ours_and_code_compiles_nothing
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled = Path(cache_from_source(zygote.__file__))
-    compiled.unlink(missing_ok=True)
-    slots = {}
-    for keeps_nothing in (True, False):
+
+    async def compiles_and_prints(*, keeps_nothing: bool) -> tuple[bool, str]:
+        compiled.unlink(missing_ok=True)
         monkeypatch.setattr(sys, "dont_write_bytecode", keeps_nothing)
         provider = LocalProvider(allow_unisolated=True)
         ran = await (await new(provider)).run_code("import sys; print(sys.dont_write_bytecode)", timeout_s=5)
         await provider.close()
-        slots[keeps_nothing] = (compiled.exists(), ran.stdout)
+        return compiled.exists(), ran.stdout
 
-    assert slots == {True: (False, "True\n"), False: (True, "True\n")}
+    # Sandboxes of tests that run at the same time may compile it meanwhile.
+    tries = [await compiles_and_prints(keeps_nothing=True) for _ in range(5)]
+    assert (False, "True\n") in tries
+    assert await compiles_and_prints(keeps_nothing=False) == (True, "True\n")
 
 
 async def test_random_numbers_differ_between_executions(sandbox: LocalSandbox) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rayapp.sandbox.pool.cleanliness import look_program
+from rayapp.sandbox.pool.stock import look_program
 
 
 def look(folder: Path, most_files: int) -> str:

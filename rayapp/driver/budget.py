@@ -1,0 +1,201 @@
+"""Counts what a run costs from its first GPU and sandbox on, and stops it at a cap.
+
+    tick (every 10 s): GPUs, nodes and sandboxes x seconds x price --.
+    step: the judges' dollars ---------------------------------------+--> Costs --> costs.json, metrics cost/*, the cap
+
+`costs.json` in the run folder keeps the sums over resumes and killed processes: a process that is killed loses at most
+the seconds since its last tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rayapp.config.config import Config
+from rayapp.config.sections import BudgetSection
+from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, one_error
+from rayapp.core.files import write_text
+from rayapp.driver.cluster import num_alive_nodes, num_held_gpus
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.trackers import RunTracker
+
+log = logging.getLogger(__name__)
+FILE = "costs.json"
+TICK_S = 10.0
+WARNS_AT = 0.8
+"""Share of the cap at which a run warns, once in each process."""
+_SECONDS_IN_HOUR = 3600.0
+_LIVED = "/lived_s"
+
+
+@dataclass(slots=True, kw_only=True)
+class Costs:
+    """What a run has cost so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
+
+    prices: BudgetSection
+    num_gpus: int
+    file: Path
+    spent: dict[str, float] = field(default_factory=dict)
+    _lived_s: dict[str, float] = field(default_factory=dict)
+    """Sandbox seconds by provider, as the pool counted them at the last tick."""
+
+    @classmethod
+    def open(cls, prices: BudgetSection, num_gpus: int, folder: Path, warmup: float = 0.0) -> Costs:
+        """Go on from the folder's `costs.json`, or begin with what the warm-up has cost.
+
+        Raises:
+            RunFolderError: the file can't be read, so the sum is not known.
+        """
+        spent = read_costs(folder)
+        if not spent and warmup:
+            spent = {"warmup": warmup}
+        return cls(prices=prices, num_gpus=num_gpus, file=folder / FILE, spent=spent)
+
+    @property
+    def total(self) -> float:
+        return sum(self.spent.values())
+
+    def tick(self, seconds: float, num_nodes: int, pool: Mapping[str, float]) -> None:
+        """Add the time since the last tick.
+
+        Args:
+            pool: the pool's metrics; of them `sandbox/<provider>/lived_s` counts.
+        """
+        self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
+        self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
+        for provider, price in self.prices.sandbox_second.items():
+            lived_s, before_s = pool.get(f"sandbox/{provider}{_LIVED}", 0.0), self._lived_s.get(provider, 0.0)
+            self._lived_s[provider] = lived_s
+            # A pool that was started again counts from 0.
+            self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
+
+    def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add what the step's judges cost, by their own prices in `judges`, and return `cost/*` metrics."""
+        self._add("judges", metrics.get("judged/dollars", 0.0))
+        return self.metrics()
+
+    def _add(self, item: str, cost: float) -> None:
+        if cost:
+            self.spent[item] = self.spent.get(item, 0.0) + cost
+
+    def save(self) -> None:
+        """Write the sums, whole or not at all."""
+        write_text(self.file, json.dumps(self.spent))
+
+    def metrics(self) -> dict[str, float]:
+        """Return `cost/*` metrics; nothing if no price is set and nothing was spent."""
+        if not self.prices.has_prices and not self.spent:
+            return {}
+        return {"cost/total": self.total} | {f"cost/{item}": cost for item, cost in sorted(self.spent.items())}
+
+    def check(self) -> None:
+        """Raise BudgetSpentError if the cap is reached."""
+        if self.prices.cap and self.total >= self.prices.cap:
+            items = ", ".join(f"{item} {cost:.2f}" for item, cost in sorted(self.spent.items()))
+            raise BudgetSpentError(
+                f"the run has cost {self.total:.2f} {self.prices.currency} ({items}), and budget.cap is "
+                f"{self.prices.cap:g}. Raise budget.cap and give the same command to go on."
+            )
+
+
+def read_costs(folder: Path) -> dict[str, float]:
+    """Return what a run has cost, by item; empty if nothing was counted.
+
+    Raises:
+        RunFolderError: the file can't be read.
+    """
+    file = folder / FILE
+    try:
+        return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{file} can't be read, so what the run has cost is unknown: {error}. Delete it to count from 0."
+        ) from error
+
+
+@asynccontextmanager
+async def within_budget(
+    config: Config,
+    folder: RunFolder,
+    tracker: RunTracker,
+    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
+    *,
+    with_servers: bool = True,
+    warmup: float = 0.0,
+) -> AsyncIterator[None]:
+    """Count what the run costs during the block, and add it to the metrics of each step.
+
+    Args:
+        pool_metrics: returns the sandbox pool's metrics.
+        with_servers: False for supervised steps, which hold the learners' GPUs alone.
+        warmup: cost of the supervised steps before this run.
+    Raises:
+        BudgetSpentError: the cap is reached; the block was cancelled, as by Ctrl-C, and has saved its steps.
+    """
+    if not config.budget.has_prices:
+        yield
+        return
+    num_gpus = num_held_gpus(config, with_servers=with_servers)
+    costs = Costs.open(config.budget, num_gpus, folder.path, warmup)
+    tracker.more_metrics = costs.step_metrics
+    async with counting(costs, num_alive_nodes, pool_metrics, tracker.note):
+        yield
+
+
+@asynccontextmanager
+async def counting(
+    costs: Costs,
+    num_nodes: Callable[[], int],
+    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
+    note: Callable[[str], None],
+    *,
+    tick_s: float = TICK_S,
+) -> AsyncIterator[None]:
+    """Count the costs of the block, and cancel it when the cap is reached; see `within_budget`."""
+    costs.check()
+    with one_error():
+        async with asyncio.TaskGroup() as tasks:
+            ticking = tasks.create_task(_tick(costs, num_nodes, pool_metrics, note, tick_s), name="count costs")
+            try:
+                yield
+            finally:
+                ticking.cancel()
+                costs.save()
+
+
+async def _tick(
+    costs: Costs,
+    num_nodes: Callable[[], int],
+    pool_metrics: Callable[[], Awaitable[dict[str, float]]],
+    note: Callable[[str], None],
+    tick_s: float,
+) -> None:
+    prices, has_warned, counted_at = costs.prices, False, time.monotonic()
+    while True:
+        await asyncio.sleep(tick_s)
+        try:
+            pool = await pool_metrics()
+        except RayappError as error:  # the pool is being started again: its seconds are counted at a later tick
+            log.info("the pool's seconds can't be counted now: %s", error)
+            pool = {}
+        now = time.monotonic()
+        nodes = await asyncio.to_thread(num_nodes)
+        costs.tick(now - counted_at, nodes, pool)
+        counted_at = now
+        await asyncio.to_thread(costs.save)
+        costs.check()
+        if prices.cap and not has_warned and costs.total >= WARNS_AT * prices.cap:
+            has_warned = True
+            note(
+                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap): at the cap it "
+                "saves and ends"
+            )

@@ -1,0 +1,200 @@
+"""Streams that begin while the turn is sampled: sampled tokens become pieces of thoughts and text, in the API's events.
+
+    engine -- new ids --> Splitter -- Piece --> Live -- queue --> server -- StreamWriter --> client
+
+A splitter holds back whatever the rest of the turn may still change: unfinished characters, the end of the turn, the
+start of a stop text, blanks at the end, and everything from the first tool call on. A stream ends with the whole
+`Reply`, of which the writer sends what is still missing. Pure, except for the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from rayapp.rollout.agent.text import readable
+from rayapp.rollout.gateway.conversation import Ask, Begun, Choice, RefusedError, Reply
+from rayapp.rollout.gateway.formats import Format
+
+PartKind = Literal["thoughts", "text"]
+_OPEN, _CLOSE = "<think>", "</think>"
+_PIECE_CHARS = 256
+_WINDOW = 8
+"""Tokens before the new ones that are decoded again with them: some tokenizers write a token's blank only after
+another token."""
+
+
+class Piece(NamedTuple):
+    """A part of a choice's thoughts or text."""
+
+    choice: int
+    kind: PartKind
+    text: str
+
+
+class Splitter:
+    """Splits the tokens of one turn into pieces of thoughts and text, as they come.
+
+    Args:
+        chat_format: of the call.
+        ask: the call.
+        is_thinking: the prompt ends with `<think>`: nothing is sent before `</think>`, without which it is text.
+    """
+
+    def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
+        self._format, self._stop = chat_format, ask.stop
+        self._ids = list[int]()
+        self._num_read = 0
+        """Number of ids whose text is in `_text`."""
+        self._text = ""
+        self._num_sent: dict[PartKind, int] = {"thoughts": 0, "text": 0}
+        self._is_raw, self._is_thinking = bool(ask.prompts), is_thinking
+        has_calls = bool(ask.tools) and ask.reads_calls and ask.form is None
+        is_called = ask.form is not None and ask.form.is_calls
+        self._marks = (*ask.stop, *([chat_format.parser.start] if has_calls and chat_format.parser.start else []))
+        self._is_held = is_called or (has_calls and not chat_format.parser.start)
+        self.text_start: int | None = None
+        """Index of the first character of the turn's text that is not a thought; None: not known before its end."""
+
+    def add(self, new_ids: Sequence[int]) -> Iterator[tuple[PartKind, str]]:
+        """Yield the pieces that these tokens complete."""
+        self._ids += new_ids
+        if not self._is_held and self._read_text():
+            yield from self._pieces()
+
+    def _read_text(self) -> bool:
+        """Decode new tokens. Returns False if they end within a character, or may end the turn."""
+        end = self._format.chat.num_said(self._ids)
+        start, decode = max(0, self._num_read - _WINDOW), self._format.chat.tokenizer.decode
+        if end <= self._num_read:
+            return False
+        known = decode(self._ids[start : self._num_read], skip_special_tokens=False)
+        text = decode(self._ids[start:end], skip_special_tokens=False)
+        if text.endswith("\ufffd") or len(text) <= len(known):
+            return False
+        self._text += readable(text[len(known) :])
+        self._num_read = end
+        if stops := [place for each in self._stop if (place := self._text.find(each)) >= 0]:
+            self._text, self._is_held = self._text[: min(stops)], True
+        return True
+
+    def _pieces(self) -> Iterator[tuple[PartKind, str]]:
+        if self.text_start is None:
+            yield from self._thoughts()
+        if self.text_start is not None:
+            yield from self._until("text", self.text_start, self._settled(self.text_start))
+
+    def _thoughts(self) -> Iterator[tuple[PartKind, str]]:
+        begun = self._text.lstrip()
+        closed = self._text.find(_CLOSE)
+        if self._is_raw or not (self._is_thinking or _OPEN.startswith(begun[: len(_OPEN)])):
+            self.text_start = 0
+            return
+        start = len(self._text) - len(begun[len(_OPEN) :].lstrip()) if begun.startswith(_OPEN) else None
+        if closed >= 0:
+            inner = self._text[:closed]
+            start = len(inner) - len(inner.lstrip()) if start is None else min(start, closed)
+            yield from self._until("thoughts", start, len(inner.rstrip()))
+            self.text_start = closed + len(_CLOSE)
+        elif start is not None:
+            yield from self._until("thoughts", start, self._settled(start, (_CLOSE, *self._stop)))
+
+    def _settled(self, start: int, marks: Sequence[str] | None = None) -> int:
+        """Return the end of the text that no mark, and no blank at the end, can take back."""
+        text, marks = self._text[start:], self._marks if marks is None else marks
+        found = [place for mark in marks if (place := text.find(mark)) >= 0]
+        if found:
+            return start + len(text[: min(found)].rstrip())
+        kept = max((_num_begun(text, mark) for mark in marks), default=0)
+        return start + len(text[: len(text) - kept].rstrip())
+
+    def _until(self, kind: PartKind, start: int, end: int) -> Iterator[tuple[PartKind, str]]:
+        sent = start + self._num_sent[kind]
+        if end > sent:
+            self._num_sent[kind] = end - start
+            yield kind, self._text[sent:end]
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """Return the length of the longest end of the text that begins the mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+@dataclass(slots=True)
+class Live:
+    """What a stream has to send, in order, while its call is answered."""
+
+    begun: Begun | None = None
+    """Set when the prompt is read."""
+    _pieces: list[Piece] = field(default_factory=list)
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listener(self, index: int, splitter: Splitter) -> Callable[[Sequence[int]], None]:
+        """Return the function that takes the new ids of a choice."""
+
+        def add(new_ids: Sequence[int]) -> None:
+            new = [Piece(index, kind, text) for kind, text in splitter.add(new_ids)]
+            if new:
+                self._pieces += new
+                self._has_news.set()
+
+        return add
+
+    def wake(self) -> None:
+        """End a wait of `pieces`: the call has been answered."""
+        self._has_news.set()
+
+    async def pieces(self, timeout_s: float) -> list[Piece]:
+        """Return the pieces since the last call, at the latest after this time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        except TimeoutError:
+            return []
+        self._has_news.clear()
+        new, self._pieces = self._pieces, []
+        return new
+
+
+class StreamWriter(ABC):
+    """Writes one stream in the events of one API."""
+
+    def __init__(self, begun: Begun, ask: Ask) -> None:
+        self.begun, self.ask = begun, ask
+        self._sent: dict[tuple[int, PartKind], list[str]] = defaultdict(list)
+
+    def begin(self) -> bytes:
+        """Return the events before the first piece."""
+        return b""
+
+    def piece(self, index: int, kind: PartKind, text: str) -> bytes:
+        """Return the events of a piece of a choice."""
+        self._sent[index, kind].append(text)
+        parts = (text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS))
+        return b"".join(self.delta(index, kind, part) for part in parts)
+
+    def rest(self, index: int, choice: Choice) -> bytes:
+        """Return the events of the pieces of a choice that were not sent.
+
+        Raises:
+            RefusedError: the turn differs from what was sent.
+        """
+        events, parts = b"", {"thoughts": choice.thoughts, "text": choice.text}
+        for kind, whole in parts.items():
+            sent = "".join(self._sent[index, kind])  # type: ignore[index]
+            if not whole.startswith(sent):
+                raise RefusedError("engine", f"the turn's {kind} changed after a part was sent: {sent[-60:]!r}")
+            events += self.piece(index, kind, whole[len(sent) :])  # type: ignore[arg-type]
+        return events
+
+    @abstractmethod
+    def delta(self, index: int, kind: PartKind, text: str) -> bytes:
+        """Return the events of at most `_PIECE_CHARS` characters."""
+
+    @abstractmethod
+    def end(self, reply: Reply) -> bytes:
+        """Return the events of everything that was not sent yet, and the stream's end."""

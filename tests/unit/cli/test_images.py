@@ -1,0 +1,73 @@
+"""`rayapp images`, as users type it, on an image that lies in a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rayapp.cli.main import run
+from support.images import entry, layer, write_oci
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"sandbox: {{providers: [{{type: local, image_cache: {tmp_path}/cache}}]}}\n")
+    return path
+
+
+def test_images_are_pulled_listed_and_pruned(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digest = write_oci(tmp_path / "oci", [layer(entry("file", "x"))])
+
+    assert run(["images", "pull", f"oci:{tmp_path}/oci", "--config", str(config)]) == 0
+    assert run(["images", "list", "--json", "--config", str(config)]) == 0
+    *_, listed = capsys.readouterr().out.splitlines()
+    assert json.loads(listed)["digest"] == digest
+    assert json.loads(listed)["names"] == [f"oci:{tmp_path}/oci"]
+
+    assert run(["images", "prune", "--config", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("removed oci:")
+    assert run(["images", "list", "--config", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("0 images, 0.00 of 50 GiB")
+
+
+def test_a_missing_image_is_one_line_and_bad_input(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["images", "pull", f"oci:{tmp_path}/none", "--config", str(config)]) == 2
+
+    said = capsys.readouterr().err.strip()
+    assert "none" in said
+    assert "can't be read" in said
+
+
+def test_a_dockerfile_is_built_into_the_cache(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("buildah") is None:
+        pytest.skip("needs Debian's buildah")
+    monkeypatch.setenv("STORAGE_DRIVER", "vfs")
+    monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
+    (tmp_path / "task/environment").mkdir(parents=True)
+    (tmp_path / "task/environment/Dockerfile").write_text("FROM scratch\nCOPY a.txt /a.txt\nWORKDIR /w\n")
+    (tmp_path / "task/environment/a.txt").write_text("from here")
+
+    if run(["images", "build", str(tmp_path / "task"), "--tool", "buildah", "--config", str(config)]) != 0:
+        pytest.skip(f"buildah can't build here: {capsys.readouterr().err[-200:]}")
+
+    assert "image:build:task sha256:" in capsys.readouterr().out
+    assert [path.read_text() for path in tmp_path.glob("cache/trees/*/a.txt")] == ["from here"]
+
+
+def test_what_can_not_be_built_is_told_in_one_line(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["images", "build", str(tmp_path), "--name", "x", "--config", str(config)]) == 2
+    assert "there is no" in capsys.readouterr().err
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    assert run(["images", "build", str(tmp_path), "--name", "x", "--config", str(config)]) == 2
+    assert "no buildah, podman or docker is installed" in capsys.readouterr().err

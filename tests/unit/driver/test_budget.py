@@ -1,0 +1,92 @@
+"""What a run costs: counted over its processes, and its cap."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rayapp.config.sections import BudgetSection
+from rayapp.core.errors import BudgetSpentError, RunFolderError
+from rayapp.driver.budget import FILE, Costs, counting
+
+PRICES = BudgetSection(gpu_hour=3.6, node_hour=0.36, sandbox_second={"e2b": 0.5})
+
+
+async def pool() -> dict[str, float]:
+    return {"sandbox/e2b/lived_s": 2.0}
+
+
+def test_gpus_nodes_and_sandboxes_cost_their_seconds(tmp_path: Path) -> None:
+    costs = Costs.open(PRICES, 8, tmp_path)
+    costs.tick(10.0, 2, {"sandbox/e2b/lived_s": 3.0, "sandbox/daytona/lived_s": 9.0})
+    costs.tick(10.0, 2, {"sandbox/e2b/lived_s": 7.0})
+
+    assert costs.metrics() == pytest.approx(
+        {"cost/total": 0.16 + 0.004 + 3.5, "cost/gpu": 0.16, "cost/node": 0.004, "cost/sandbox/e2b": 3.5}
+    )
+
+
+def test_a_pool_that_was_started_again_is_counted_from_its_start(tmp_path: Path) -> None:
+    costs = Costs.open(PRICES, 0, tmp_path)
+    for lived_s in (10.0, 4.0, 5.0):
+        costs.tick(0.0, 0, {"sandbox/e2b/lived_s": lived_s})
+
+    assert costs.spent["sandbox/e2b"] == pytest.approx((10 + 4 + 1) * 0.5)
+
+
+def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) -> None:
+    first = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
+    first.tick(1000.0, 0, {})
+    first.step_metrics({"judged/dollars": 0.25})
+    first.save()
+    second = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
+
+    assert second.metrics() == pytest.approx(
+        {"cost/total": 3.25, "cost/gpu": 1.0, "cost/judges": 0.25, "cost/warmup": 2.0}
+    )
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
+
+    with pytest.raises(RunFolderError, match=r"costs\.json can't be read.*Delete it to count from 0"):
+        Costs.open(PRICES, 1, tmp_path)
+
+
+def test_without_prices_a_run_has_no_such_metrics(tmp_path: Path) -> None:
+    assert Costs.open(BudgetSection(), 8, tmp_path).step_metrics({}) == {}
+
+
+async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(tmp_path: Path) -> None:
+    prices = BudgetSection(sandbox_second={"e2b": 4.0}, node_hour=36_000.0, cap=10.0)
+    costs, notes, was_cancelled = Costs.open(prices, 0, tmp_path), list[str](), False
+    with pytest.raises(BudgetSpentError, match=r"the run has cost 1\d\.\d\d USD.*budget\.cap is 10"):
+        async with counting(costs, lambda: 1, pool, notes.append, tick_s=0.01):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                was_cancelled = True
+                raise
+
+    assert was_cancelled
+    assert [note for note in notes if "of 10 USD (budget.cap)" in note] == notes
+    assert len(notes) == 1
+    assert Costs.open(prices, 0, tmp_path).total == costs.total >= 10
+
+
+async def test_a_run_whose_budget_is_spent_does_not_start_again(tmp_path: Path) -> None:
+    costs = Costs.open(BudgetSection(cap=1.0), 0, tmp_path, warmup=1.5)
+    with pytest.raises(BudgetSpentError, match=r"Raise budget\.cap and give the same command to go on"):
+        async with counting(costs, lambda: 1, pool, print):
+            pytest.fail("it started")
+
+
+async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
+    costs = Costs.open(BudgetSection(node_hour=3600.0), 0, tmp_path)
+    async with counting(costs, lambda: 1, pool, print, tick_s=0.01):
+        while not costs.spent:
+            await asyncio.sleep(0.01)
+
+    assert Costs.open(BudgetSection(), 0, tmp_path).total > 0
