@@ -78,4 +78,5 @@ CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 1}}\n</tool_call>
 weighted = rayapp.trl_config(args("weighted", reward_weights=[1.0, 0.5]), reward_funcs=[right, short], **TRAIN)
 train((("1",), ("well, it is 1",)), weighted)
 played = rayapp.trl_config(args("played"), environment_factory=Guessing, reward_funcs=guesses, **TRAIN)
-train(((CALL, "done"), ("I give up", "done")), played)
+# An environment's turn 0 is the request that keeps its place in the cohort: nothing of it is recorded.
+train((("-", CALL, "done"), ("-", "I give up", "done")), played)
