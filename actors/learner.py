@@ -179,7 +179,7 @@ class Learner:
             self._rest()
 
     def _rest(self) -> None:
-        """Return the GPU's memory. When every rank has done so, the driver wakes the servers."""
+        """Release this rank's GPU memory. When every rank has done so, the driver wakes the servers."""
         from rayapp.learner.distributed import give_back_memory
         from rayapp.learner.memory.idle import moments_of, weights_of
 

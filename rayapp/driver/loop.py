@@ -188,7 +188,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
                 "another run.name."
             )
             return
-        # Enclose the connection: when it ends, Ray logs the unread errors of lost groups.
+        # tracebacks_in encloses one_connection: Ray logs unread errors of lost groups when the connection closes.
         with tracebacks_in(folder.path / "faults.log", log.warning), one_connection():
             warmup_cost = 0.0
             if config.warmup.num_steps:

@@ -234,5 +234,5 @@ class Supervisor:
         self.restarts[name] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return `recovery/*`: restarts and seconds without a member, over the run so far."""
+        """Return `recovery/*` of the run so far: restarts of actors, and seconds spent replacing lost ones."""
         return {"recovery/restarts": float(self.restarts.total()), "recovery/seconds_down": self.seconds_down}

@@ -50,7 +50,7 @@ class TrainItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Tokens that one forward computes, and the places of its B trajectories' log-probs among them."""
+    """Packed tokens of one forward pass over B trajectories, and the positions of their log-probs in the pack."""
 
     items: tuple[TrainItem, ...]
     packing: Packing

@@ -169,7 +169,7 @@ def _number(value: Any) -> float:
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
-    """Return (T,) values over all tokens, like the engine's: 0 where nothing was sampled."""
+    """Spread one value per sampled token over all T tokens of the trajectory: (T,), 0 at tokens not sampled."""
     if of_response is None:
         return None
     values = np.zeros(trajectory.token_ids.size, np.float32)

@@ -112,7 +112,7 @@ class ModelShape:
 
     @property
     def num_computed(self) -> int:
-        """Parameters of the layers that one token is multiplied by."""
+        """Layer parameters used to compute one token: all but those of experts that the token is not sent to."""
         return self.num_layers * self.num_layer_parameters - self.num_idle_parameters
 
     @property

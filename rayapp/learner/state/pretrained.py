@@ -84,7 +84,7 @@ def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def hub_tensors(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert whole groups of the model's tensors to the hub's names and shapes; all contiguous."""
+    """Convert whole groups of the model's tensors to contiguous tensors with the hub's names and shapes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found = revert_weight_conversion(causal_lm, dict(tensors))

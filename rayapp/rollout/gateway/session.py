@@ -167,7 +167,7 @@ class Session:
     drops_forms: bool = False
     """Sample calls that ask for a form without it; see `agent.external.structured`."""
     counts: Counter[str] = field(default_factory=Counter)
-    """See `Trajectory.agent_counts`."""
+    """Counts of this session's calls by name, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
     """Lines for people about calls that began a new conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())

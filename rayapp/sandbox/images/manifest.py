@@ -146,7 +146,9 @@ def read_config(data: bytes, what: str) -> ImageConfig:
         raise ImageError(f"{what} has no list of at most {MAX_LAYERS} layers")
     workdir = str(inner.get("WorkingDir") or "/")
     if "\0" in workdir or not workdir.startswith("/"):
-        raise ImageError(f"the configuration of {what} has the working folder {workdir!r}; it begins with /")
+        raise ImageError(
+            f"the configuration of {what} has the working folder {workdir!r}: it must begin with /, without NUL"
+        )
     return ImageConfig(
         platform=_platform_of({key: found.get(key) for key in ("os", "architecture")}),
         user=str(inner.get("User") or ""),

@@ -41,7 +41,7 @@ MARGIN_S = 65.0
 
 
 class LeasedSandbox:
-    """Passes calls on to a provider's sandbox while it is leased; see `rayapp.core.protocols.Sandbox`.
+    """A leased sandbox: forwards calls to the provider's sandbox until the lease ends.
 
     Args:
         inner: the provider's sandbox.

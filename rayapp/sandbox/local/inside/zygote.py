@@ -178,7 +178,7 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Return the number of processes that count against this user's limit besides the execution's."""
+        """Return the number of processes that count against this user's limit but are not of the execution."""
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:

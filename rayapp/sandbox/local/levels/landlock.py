@@ -68,7 +68,9 @@ def create_ruleset() -> int:
     """
     version = abi()
     if version < 1:
-        raise OSError("landlock_create_ruleset: this kernel has no Landlock: it needs Linux 5.13, not switched off")
+        raise OSError(
+            "landlock_create_ruleset: this kernel has no Landlock: use Linux 5.13 or newer with Landlock enabled"
+        )
     fields = [file_rights()]
     if version >= _TCP_SINCE:
         fields.append(_TCP)
@@ -143,7 +145,7 @@ class Landlocked:
 
     def enter(self) -> None:
         if abi() < 1:
-            raise OSError("this kernel has no Landlock: it needs Linux 5.13, not switched off")
+            raise OSError("this kernel has no Landlock: use Linux 5.13 or newer with Landlock enabled")
         os.chdir("/")
         self.usage = Usage.of_this_process()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
