@@ -60,7 +60,7 @@ def guesses(environments, **_):
 def args(name, **fields):
     return GRPOConfig(
         output_dir=f"{FOLDER}/{name}", use_cpu=True, max_steps=2, num_generations=4, per_device_train_batch_size=16,
-        max_completion_length=64, learning_rate=1e-3, save_strategy="no", report_to="none", **fields,
+        max_completion_length=200, learning_rate=1e-3, save_strategy="no", report_to="none", **fields,
     )  # fmt: skip
 
 
