@@ -97,7 +97,7 @@ GROUPS = {
     "e2e": {
         "standing_ray": (
             "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
-            "benchmarks tools"
+            "benchmarks tools trl"
         ),
     },
 }
