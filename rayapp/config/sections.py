@@ -236,7 +236,7 @@ class CheckpointSection(FrozenModel):
 
 
 class BudgetSection(FrozenModel):
-    """What a run costs, and the most it may cost (docs/operate.md#budget). Without prices nothing is counted."""
+    """Prices of a run, and the most it may cost (docs/operate.md#budget). Without prices nothing is counted."""
 
     gpu_hour: float = Field(0.0, ge=0)
     """Price of one GPU of the run for an hour."""

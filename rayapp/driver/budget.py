@@ -37,7 +37,7 @@ _LIVED = "/lived_s"
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """What a run has cost so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
+    """Costs of a run so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
 
     prices: BudgetSection
     num_gpus: int
@@ -71,7 +71,9 @@ class Costs:
         self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
         self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
         for provider, price in self.prices.sandbox_second.items():
-            lived_s, before_s = pool.get(f"sandbox/{provider}{_LIVED}", 0.0), self._lived_s.get(provider, 0.0)
+            lived_s, before_s = pool.get(f"sandbox/{provider}{_LIVED}"), self._lived_s.get(provider, 0.0)
+            if lived_s is None:  # the pool did not answer: its next count includes these seconds
+                continue
             self._lived_s[provider] = lived_s
             # A pool that was started again counts from 0.
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)

@@ -48,7 +48,7 @@ SUPERVISED: dict[str, tuple[str, str]] = {
 }
 """Numbers of a step on demonstrations."""
 COST: dict[str, tuple[str, str]] = {"cost": ("cost/total", "{:.2f}")}
-"""What the run has cost so far, if its prices are set (`budget`)."""
+"""The cost of the run so far, shown if its prices are set (`budget`)."""
 EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),

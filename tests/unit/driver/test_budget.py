@@ -36,6 +36,14 @@ def test_a_pool_that_was_started_again_is_counted_from_its_start(tmp_path: Path)
     assert costs.spent["sandbox/e2b"] == pytest.approx((10 + 4 + 1) * 0.5)
 
 
+def test_seconds_are_counted_once_although_the_pool_did_not_answer_in_between(tmp_path: Path) -> None:
+    costs = Costs.open(PRICES, 0, tmp_path)
+    for pool_metrics in ({"sandbox/e2b/lived_s": 10.0}, {}, {"sandbox/e2b/lived_s": 12.0}):
+        costs.tick(0.0, 0, pool_metrics)
+
+    assert costs.spent["sandbox/e2b"] == pytest.approx(12 * 0.5)
+
+
 def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) -> None:
     first = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
     first.tick(1000.0, 0, {})
