@@ -141,9 +141,10 @@ def _files_of(path: str) -> Iterator[Path]:
 def _place(name: str) -> Path:
     for folder in FOLDERS:
         try:
-            if not folder.exists():
-                folder.mkdir(parents=True)
-                folder.chmod(0o755)
+            folder.mkdir(parents=True)
+            folder.chmod(0o755)
+        except FileExistsError:
+            pass  # from an earlier start, or from a process that starts beside this one
         except OSError:
             continue
         if os.access(folder, os.W_OK) and _is_readable(str(folder)):
