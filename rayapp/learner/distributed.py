@@ -84,6 +84,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     Args:
         master_port: port of rank 0's store; unused when there is only one rank.
     """
+    use_deterministic_kernels(config)
     device = learner_device(config)
     use_threads(config, world_size)
     if device.type == "cpu":
@@ -185,3 +186,16 @@ def use_threads(config: Config, world_size: int) -> None:
     torch.set_num_threads(
         config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=is_synchronous, model=config.model.path)
     )
+
+
+def use_deterministic_kernels(config: Config) -> None:
+    """Make torch choose kernels that compute the same bits each time, if `run.deterministic` is set. Call it before
+    CUDA or NCCL start. An operator that has no such kernel raises an error that names it."""
+    if not config.run.deterministic:
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # Both sum in an order that depends on nothing but the ranks; trees and the switch's own sums may not.
+    os.environ["NCCL_ALGO"], os.environ["NCCL_NVLS_ENABLE"] = "Ring", "0"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

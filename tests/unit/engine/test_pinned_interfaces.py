@@ -212,3 +212,14 @@ def test_learners_and_servers_run_nccl_alike() -> None:
         for role in ("learner", "vllm-server")
     ]
     assert nccl[0] == nccl[1]
+
+
+def test_names_are_those_of_vllms_class_and_every_rule_is_about_one_of_them() -> None:
+    from vllm import AsyncEngineArgs
+
+    fields = engine_fields()
+
+    assert fields is not None
+    assert set(fields) == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert {*HAS_KEY, *REFUSED} - set(fields) == set()
+    assert not {*HAS_KEY} & {*REFUSED}
