@@ -399,7 +399,7 @@ def _rounding_is_corrected(config: Keys) -> None:
         )
 
 
-_INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
+INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 """Attention backends that vLLM 0.30 calls batch-invariant."""
 
 
@@ -412,11 +412,11 @@ def _repeats(config: Keys) -> None:
             "a token would depend on the processes' speed. Set train.max_staleness: 0."
         )
     args = config.server.engine_args
-    backend = str(args.get("attention_backend") or _INVARIANT_BACKENDS[0]).upper()
-    if backend not in _INVARIANT_BACKENDS:
+    backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
+    if backend not in INVARIANT_BACKENDS:
         raise ValueError(
             f"run.deterministic is true and server.engine_args.attention_backend is {backend}, whose results depend on "
-            f"the batch. Use one of {', '.join(_INVARIANT_BACKENDS)}, or leave it out."
+            f"the batch. Use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
         )
     if args.get("speculative_config"):
         raise ValueError(

@@ -25,7 +25,7 @@ pytestmark = [
 
 PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
 FP8_ERROR = 0.15
-"""Mean error of log-probs under the weights that were sent; under other weights four times that."""
+"""Mean error of log-probs under the weights that were sent; under other weights three times that."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -106,7 +106,7 @@ async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_
 ) -> None:
     first, second = of(tiny_model), of(moved)
     own, other = await errors(engine, 0, first, second)
-    assert own < FP8_ERROR < 4 * FP8_ERROR < other
+    assert own < FP8_ERROR < 3 * FP8_ERROR < other
 
     weights = sent(second, tmp_path / "weights")
     await engine.begin_update("memory")
@@ -115,5 +115,5 @@ async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_
     await engine.go_on()
 
     other, own = await errors(engine, 1, first, second)
-    assert own < FP8_ERROR < 4 * FP8_ERROR < other
+    assert own < FP8_ERROR < 3 * FP8_ERROR < other
     assert num_held == len(weights.checksums)
