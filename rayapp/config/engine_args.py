@@ -130,8 +130,7 @@ def _fault(name: str, value: Any, fields: Mapping[str, Any] | None) -> str:
     except ValidationError as error:
         return f"{name} is {value!r}, which vLLM does not take: {error.errors()[0]['msg']}"
     if name == "speculative_config" and value and value.get("rejection_sample_method") == "synthetic":
-        return "speculative_config.rejection_sample_method is synthetic, which accepts tokens that the policy did not "\
-            "sample. Leave it out"
+        return "rejection_sample_method is synthetic, which accepts tokens that the policy did not sample. Leave it out"
     return ""
 
 
@@ -181,7 +180,7 @@ class _Source:
             case ast.Constant(value=str(text)):
                 return self.type_of(ast.parse(text, mode="eval").body)
             case ast.Name(id=name):
-                return _PLAIN[name] if name in _PLAIN else self._named(name)
+                return _PLAIN[name] if name in _PLAIN else self.named(name)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return Union[self.type_of(left), self.type_of(right)]  # noqa: UP007 - of values
             case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
@@ -196,7 +195,7 @@ class _Source:
                 return dict
         return Any
 
-    def _named(self, name: str) -> Any:
+    def named(self, name: str) -> Any:
         """Return the type of a name that this module assigns or imports from vLLM."""
         for node in ast.walk(self.tree):
             match node:
@@ -207,7 +206,7 @@ class _Source:
                 case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm."):
                     found = next((each.name for each in names if (each.asname or each.name) == name), None)
                     if found is not None:
-                        return _source(self._site, module)._named(found)
+                        return _source(self._site, module).named(found)
         return Any
 
 

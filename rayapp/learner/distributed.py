@@ -211,5 +211,5 @@ def use_deterministic_kernels(config: Config) -> None:
         return
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | NCCL_OF_BATCH_INVARIANCE
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

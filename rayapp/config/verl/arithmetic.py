@@ -65,7 +65,7 @@ def _sequence_parallel(values: Values) -> int:
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
     """Map bit-by-bit repetition."""
-    return Landing(settings={"run.deterministic": True} if value else {}, note="synchronous runs on a CPU repeat anyway")
+    return Landing(settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU repeat anyway")
 
 
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
@@ -88,7 +88,7 @@ def engine_argument(key: str, value: Any, values: Values) -> Landing:
 
 def quantization(key: str, value: Any, values: Values) -> Landing:
     """Map the servers' rounding; verl's fp8 has a scale for each block of 128 x 128."""
-    names = {None: "none", "fp8": "fp8_per_block", **{name: name for name in ROUNDINGS}}
+    names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
     if value not in names:
         raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
     return Landing(settings={"server.quantization": names[value]}, note="needs rollout_correction.rollout_is=token")

@@ -34,9 +34,7 @@ _MERGED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def held_parts(
-    model: Any, names: Iterable[str], *, tied: bool, rounded: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, part of the tensor) for those of these names whose values can be read back from the model.
 
     A collective call of the tensor-parallel ranks, which pass the names in the same order. It leaves out tensors that
