@@ -20,7 +20,7 @@ from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, Sa
 from rayapp.core.machine import num_cores
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.images.reference import is_image
-from rayapp.sandbox.images.source import ImageSource
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.images.store import Hold
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot

@@ -20,7 +20,7 @@ from rayapp.core.machine import num_cores
 from rayapp.core.names import load_plugin
 from rayapp.core.types import AgentStart
 from rayapp.sandbox.images.reference import PREFIX, is_image, parse
-from rayapp.sandbox.images.source import ImageSource
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider
 
