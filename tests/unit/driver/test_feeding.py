@@ -19,6 +19,7 @@ from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
+from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
 from support.learners import sampled
 
@@ -60,7 +61,11 @@ async def no_stacks() -> str:
 
 def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     cluster: Any = SimpleNamespace(
-        config=config, is_synchronous=max_staleness == 0, rollout_worker=lambda group_id: worker, router=Router(1)
+        config=config,
+        is_synchronous=max_staleness == 0,
+        rollout_workers=[worker],
+        router=Router(1),
+        images=ImagePlacement.of(config),
     )
     store: Any = TrajectoryStore(
         groups_per_step=NUM_GROUPS, max_staleness=max_staleness, version=0, num_groups=NUM_GROUPS
