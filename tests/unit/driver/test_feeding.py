@@ -41,7 +41,11 @@ class Worker:
     def __init__(self) -> None:
         self.cohorts: list[Cohort | None] = []
         self.fails_with: dict[int, Exception] = {}
+        self.prefetched: list[str] = []
         self.most = self._now = 0
+
+    async def prefetch(self, images: list[str]) -> None:
+        self.prefetched += images
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, object]:
         if request.group_id in self.fails_with:
@@ -100,6 +104,20 @@ async def test_groups_that_the_workers_cannot_hold_wait_in_the_driver(
     assert [group.summary.group_id for group in groups] == list(range(NUM_GROUPS))
     assert worker.most == 2
     assert worker.cohorts == cohorts
+
+
+async def test_images_of_a_step_and_of_the_one_after_it_are_pulled_before_their_groups_start() -> None:
+    config = Config.model_validate({"train": {"groups_per_step": NUM_GROUPS, "num_steps": 9}})
+    worker = Worker()
+    run = run_of(worker, config, max_staleness=0)
+    prompts = tuple((f"image:{number}",) for number in range(40))
+    run.cluster.images = ImagePlacement.of(config, [prompts])
+
+    async with asyncio.timeout(60), feeding(run):
+        await run.store.take(NUM_GROUPS)
+
+    coming = [GroupRequest(group_id=number, policy_version=0) for number in range(2 * NUM_GROUPS)]
+    assert worker.prefetched == [image for request in coming for image in run.cluster.images.images(request)]
 
 
 CONFIG = Config.model_validate({"model": {"path": "m"}, "tasks": ["t"], "rollout": {"group_size": 4}})
