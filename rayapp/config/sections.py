@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.engine_args import check_engine_args
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
 from rayapp.core.files import Location
@@ -45,7 +46,11 @@ class RunSection(FrozenModel):
     A run resumes only if all other keys that affect training are unchanged."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
-    and configuration."""
+    and configuration; on GPUs also set `deterministic`."""
+    deterministic: bool = False
+    """Compute on GPUs, too, the same bits from the same seeds: vLLM's batch-invariant kernels in the servers,
+    deterministic kernels and NCCL's ring in the learners. Only for synchronous runs; slower
+    (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU repeat anyway."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -196,6 +201,22 @@ class ServerSection(FrozenModel):
     share the learners'. gloo works like nccl, for machines without GPUs."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
+    quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"
+    """Rounding of the servers' linear layers after each sync, by vLLM's names, while the learner keeps its own weights.
+    With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
+    algorithm.rollout_correction.level: token (docs/scale.md#fp8)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Number format of the KV cache. auto: as server.dtype. fp8: half the bytes, so twice the tokens; needs GPUs and
+    algorithm.rollout_correction.level: token."""
+    engine_args: Mapping[str, Any] = {}
+    """Further arguments of the installed vLLM's AsyncEngineArgs by their own names, e.g. {attention_backend:
+    FLASH_ATTN}. Arguments that have a key here, or contradict what the run relies on, are refused with the reason
+    (docs/scale.md#arguments-of-vllm)."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if servers round weights, or keys and values, that the learner does not round."""
+        return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         """Return True if vLLM neither compiles nor captures graphs."""
@@ -205,6 +226,12 @@ class ServerSection(FrozenModel):
     def gpu_batched_tokens(self) -> int:
         """Maximum number of tokens that a server on GPUs computes in one step."""
         return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
+
+    @field_validator("engine_args", mode="after")
+    @classmethod
+    def _vllm_has_them(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_engine_args(values)
+        return values
 
     @model_validator(mode="after")
     def _batch_holds_sequences(self) -> Self:

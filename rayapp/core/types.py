@@ -505,7 +505,8 @@ class SandboxSpec:
     workdir: str = ""
     """Working folder in an image; empty: the image's own."""
     own_files: bool = False
-    """Code may write files, and the sandbox has its own root folder, in which /app and /tests can be made."""
+    """Code may write files and start programs, and the sandbox has its own root folder, in which /app and /tests can be
+    made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

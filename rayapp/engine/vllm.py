@@ -26,13 +26,21 @@ import numpy as np
 import psutil
 
 from rayapp.config.config import Config
+from rayapp.config.engine_args import check_installed_engine_args
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
-from rayapp.engine.vllm_arguments import adapter_request, is_adapter, is_on_gpu, set_process_environment, vllm_args
+from rayapp.engine.vllm_arguments import (
+    adapter_request,
+    check_gpu,
+    is_adapter,
+    is_on_gpu,
+    set_process_environment,
+    vllm_args,
+)
 from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
@@ -95,7 +103,10 @@ class VllmEngine:
             engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
             EngineError: vLLM could not start; the message has the reason.
+            ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
+        check_installed_engine_args(config.server.engine_args)
+        check_gpu(config)
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
         with large_imports(*UNUSED_BY_VLLM):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
+from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.verl.rules import REWARD_MODELS, Landing, Rule, Values, reward_model_gpus
 from rayapp.core.errors import ConfigError
 
@@ -23,6 +24,7 @@ KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
 """verl's name of a KL estimator -> rayapp's name."""
+ROUNDINGS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
@@ -65,13 +67,35 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Map verl's switch for bitwise reproducible runs, which rayapp has only on CPU."""
-    if value and values.get("rayapp.cluster.device") != "cpu":
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: runs on GPUs are not reproducible bit by bit. Leave it out, or give "
-            "rayapp.cluster.device=cpu: synchronous runs on a CPU are."
-        )
-    return Landing(note="synchronous runs on a CPU are always reproducible")
+    """Map verl's switch for bitwise reproducible runs."""
+    return Landing(
+        settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU are always reproducible"
+    )
+
+
+def engine_argument(key: str, value: Any, values: Values) -> Landing:
+    """Map an argument of vLLM to rayapp's key for it, or to server.engine_args.
+    Raises:
+        ConfigError: a run can't have this argument, or other keys determine it.
+    """
+    name, _, rest = key.partition(".engine_kwargs.vllm.")[2].partition(".")
+    own = HAS_KEY.get(name, f"server.engine_args.{name}")
+    if value in (None, {}):
+        return Landing(note="vLLM's default is used")
+    if name in REFUSED or not re.fullmatch(r"server\.[a-z_.]+", own):
+        why = REFUSED.get(name, f"rayapp sets it from {own}")
+        raise ConfigError(f"{key} = {value!r} can't be imported: {why}. Leave it out.")
+    if name == "quantization":
+        return quantization(key, value, values)
+    return Landing(settings={f"{own}.{rest}" if rest else own: value}, note="passed to vLLM unchanged")
+
+
+def quantization(key: str, value: Any, values: Values) -> Landing:
+    """Map the quantization of the servers' weights; verl's fp8 has a scale for each block of 128 x 128."""
+    names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
+    if value not in names:
+        raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
+    return Landing(settings={"server.quantization": names[value]}, note="needs rollout_correction.rollout_is=token")
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:

@@ -12,7 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection, rollout_gpus
+from rayapp.config.verl.arithmetic import (
+    bypass_mode,
+    determinism,
+    engine_argument,
+    quantization,
+    rejection,
+    rollout_gpus,
+)
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
@@ -183,13 +190,14 @@ AGENT: dict[str, Rule] = {
 ENGINE: dict[str, Rule] = {
     **{
         f"{_ROLLOUT}.engine_kwargs.vllm.{name}": no_effect("vLLM's default is used; samples don't change")
-        for name in ("compilation_config.*", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "swap_space")
+        for name in ("mm_processor_cache_gb", "disable_mm_preprocessor_cache", "swap_space")
     },
+    f"{_ROLLOUT}.engine_kwargs.vllm.*": engine_argument,
     **{
         f"{_ROLLOUT}.engine_kwargs.{name}.*": no_effect(f"verl reads it only with rollout.name={name}")
         for name in ("sglang", "trtllm")
     },
-    f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="options are not passed through to vLLM; see the section server"),
+    f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="set single arguments: engine_kwargs.vllm.NAME"),
     f"{_ROLLOUT}.limit_images": only(None, why=_TRAINS_TEXT),
     **dict.fromkeys(
         (
@@ -207,8 +215,8 @@ ENGINE: dict[str, Rule] = {
         "processed_logprobs", why="log-probs are always those of the sampled distribution"
     ),
     f"{_ROLLOUT}.over_sample_rate": only(0, 0.0, why="every group is finished"),
-    f"{_ROLLOUT}.quantization": only(None, why="the number format of the servers is server.dtype"),
-    f"{_ROLLOUT}.quantization_config_file": only(None, why="the number format of the servers is server.dtype"),
+    f"{_ROLLOUT}.quantization": quantization,
+    f"{_ROLLOUT}.quantization_config_file": only(None, why="rollout.quantization selects the quantization"),
     f"{_ROLLOUT}.disaggregation.enabled": only(False, why="each server does both prefill and decode"),
     f"{_ROLLOUT}.disaggregation.*": no_effect(_OFF),
     f"{_ROLLOUT}.prometheus.*": no_effect("metrics are Ray's (docs/operate.md)"),
