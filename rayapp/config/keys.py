@@ -66,9 +66,9 @@ class Keys(FrozenModel):
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
     """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks, generators and
-    data sets in SWE-bench's form, swe:FILE (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the Hugging Face
-    hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine tasks and data
-    files, use `sources` and leave `tasks` empty."""
+    data sets in SWE-bench's form, swe:FILE (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json,
+    local, on s3://, or on the Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a
+    seeded order. To combine tasks and data files, use `sources` and leave `tasks` empty."""
     sources: tuple[SourceSection, ...] = ()
     """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Used
     instead of `tasks`, which is short for one source with the run's settings."""
