@@ -169,6 +169,7 @@ PANELS = (
     _share("Rollout", "How trajectories ended", "status/*"),
     _share("Rollout", "Failures", "rollout/invalid", "rollout/failed_ratio_10_steps", "failure/*"),
     _panel("Rollout", "Staleness", "staleness/mean", "staleness/max", unit="optimizer steps", floor=0.0),
+    _share("Rollout", "Kept over weight syncs", "kept/tokens", "kept/trajectories"),
     _panel("Learner", "Entropy", "learner/entropy", "sft/entropy", unit="nats", floor=0.0),
     _panel("Learner", "KL", "learner/ppo_kl", "learner/kl_to_reference", "distillation/*kl", "rollout_corr/kl"),
     _panel("Learner", "Clip share", "learner/pg_clipfrac", "learner/pg_clipfrac_lower", floor=0.0),
