@@ -350,8 +350,8 @@ def _placement_fits(config: Keys) -> None:
     if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "servers can't generate while the learners train. Use max_staleness 0, train.partial_rollouts, or placement "
-            "split."
+            "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
+            "placement split."
         )
 
 

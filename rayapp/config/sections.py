@@ -168,8 +168,8 @@ class TrainSection(FrozenModel):
         if self.extra_groups is not None and self.extra_groups > most:
             raise ValueError(
                 f"extra_groups is {self.extra_groups}, but max_staleness {self.max_staleness} x groups_per_step "
-                f"{self.groups_per_step} = {most}: the last of these groups would be too old when they are trained. Use "
-                f"{f'at most {most}' if most else 'a larger max_staleness'}."
+                f"{self.groups_per_step} = {most}: the last of these groups would be too old when they are trained. "
+                f"Use {f'at most {most}' if most else 'a larger max_staleness'}."
             )
         return self
 

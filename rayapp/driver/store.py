@@ -4,10 +4,11 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or fewer (`max_in_flight`). Only `release` frees slots, and the
-driver calls it after the new weights have reached every server: if a slot were free earlier, a prompt would start on
-weights that are about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
-`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored references are opaque.
+The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or fewer (`max_in_flight`). Only
+`release` frees slots, and the driver calls it after the new weights have reached every server: if a slot were free
+earlier, a prompt would start on weights that are about to be replaced. So a group is never older than `max_staleness`
+optimizer steps, and with `max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored
+references are opaque.
 """
 
 from __future__ import annotations
