@@ -128,7 +128,7 @@ MEANINGS = {
     "How trajectories ended": "Shares: completed, truncated (no tokens left), max turns, or an error.",
     "Failures": "Share of trajectories that a failed sandbox, engine or tool left without a reward.",
     "Staleness": "Optimizer steps between the weights that sampled and those trained; 0 in a synchronous run.",
-    "Kept over weight syncs": "Share of trajectories that lived through a weight sync, and of tokens sampled before it.",
+    "Kept over weight syncs": "Share of trajectories that outlived a weight sync, and of tokens sampled before it.",
     "Entropy": "Entropy of the policy's next token. Near 0 the policy writes the same text again and again.",
     "KL": "Distance of the policy from the weights that sampled, from the reference, and from the teacher.",
     "Clip share": "Share of tokens whose ratio the policy loss clips.",
