@@ -30,6 +30,7 @@ from rayapp.cli.arguments import (
     loaded_config,
     with_model_config,
 )
+from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
@@ -242,6 +243,17 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             "the CPU build is installed, but the config uses GPUs",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
         )
+    yield from _gpu_computes(config)
+
+
+def _gpu_computes(config: Config) -> Iterator[Finding]:
+    import torch
+
+    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+        return
+    for problem in gpu_problems(config, torch.cuda.get_device_capability()):
+        what, _, cure = problem.rpartition(": ")
+        yield Finding("problem", "GPU", what, cure=cure)
 
 
 def _check_model(config: Config, *, has_weights: bool) -> None:

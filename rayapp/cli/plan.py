@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
+from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
@@ -65,11 +66,14 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     others = list(plan_model_servers(config, gpu.room))
     for section, server in others:
         print(model_server_line(section, server))
+    wrong = gpu_problems(config, CAPABILITIES[gpu.name]) if gpu.name in CAPABILITIES else []
+    for problem in wrong:
+        print(f"CAN'T RUN {problem}")
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
     print(CALIBRATION)
-    return plan.fits and not missed and all(server.kv_tokens for _, server in others)
+    return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
 
 def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:

@@ -31,6 +31,8 @@ def check_agreement(config: Keys) -> None:
     _kl_in_reward_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
+    _rounding_is_corrected(config)
+    _repeats(config)
 
 
 def _model_servers_fit(config: Keys) -> None:
@@ -339,10 +341,17 @@ def _placement_fits(config: Keys) -> None:
             f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
             f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
         )
-    if config.train.max_staleness > 0:
+    if config.train.partial_rollouts and config.learner.router_replay:
+        raise ValueError(
+            "train.partial_rollouts and learner.router_replay are both true on shared GPUs, where kept tokens are "
+            "computed again with new weights: their experts would not be those that sampled them. Use one of the two, "
+            "or placement split."
+        )
+    if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
+            "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
+            "placement split."
         )
 
 
@@ -384,3 +393,75 @@ def _sequence_fits_microbatch(config: Keys) -> None:
             f"micro-batch. Raise learner.max_tokens_per_microbatch to at least {-(-longest // parts)}, or "
             "learner.sequence_parallel."
         )
+
+
+def _rounding_is_corrected(config: Keys) -> None:
+    server, level = config.server, config.algorithm.rollout_correction.level
+    if server.is_rounded and level != "token":
+        key = "quantization" if server.quantization != "none" else "kv_cache_dtype"
+        raise ValueError(
+            f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
+            "would sample from another policy than the learners train, uncorrected. Set "
+            "algorithm.rollout_correction.level: token; the metrics rollout_probs_diff/* show the difference."
+        )
+
+
+INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
+"""Attention backends that vLLM 0.30 calls batch-invariant."""
+
+
+def _repeats(config: Keys) -> None:
+    if not config.run.deterministic:
+        return
+    if config.train.max_staleness > 0:
+        raise ValueError(
+            f"run.deterministic is true and train.max_staleness is {config.train.max_staleness}: which weights sample "
+            "a token would depend on the processes' speed. Set train.max_staleness: 0."
+        )
+    args = config.server.engine_args
+    backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
+    if backend not in INVARIANT_BACKENDS:
+        raise ValueError(
+            f"run.deterministic is true and server.engine_args.attention_backend is {backend}, whose results depend on "
+            f"the batch. Use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
+        )
+    if args.get("speculative_config"):
+        raise ValueError(
+            "run.deterministic is true and server.engine_args.speculative_config is set: the number of tokens that a "
+            "draft gets right decides the batches. Leave it out."
+        )
+
+
+CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0),
+    "gb200": (10, 0), "rtx5090": (12, 0),
+}  # fmt: skip
+"""CUDA's compute capability by kind of GPU, as `rayapp plan --gpu` names it."""
+_FP8, _AMPERE = (8, 9), (8, 0)
+
+
+def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
+    """Return the settings that vLLM 0.30 can't compute on GPUs of this compute capability, each with the way out."""
+    server, shown = config.server, ".".join(map(str, capability))
+    problems = []
+    if server.kv_cache_dtype == "fp8" and capability < _FP8:
+        problems.append(
+            f"server.kv_cache_dtype is fp8, which vLLM computes from compute capability 8.9 on; this GPU has {shown}: "
+            "use auto"
+        )
+    if server.quantization == "fp8_per_channel" and capability < _FP8:
+        problems.append(
+            f"server.quantization is fp8_per_channel, whose kernels need compute capability 8.9; this GPU has {shown}: "
+            "use fp8_per_tensor, which is slower there, or none"
+        )
+    if config.run.deterministic and capability < _AMPERE:
+        problems.append(
+            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels; this GPU has {shown}: "
+            "leave it out"
+        )
+    if config.run.deterministic and server.quantization != "none" and capability < _FP8:
+        problems.append(
+            f"run.deterministic and server.quantization need compute capability 8.9 together, as Marlin's kernels "
+            f"depend on the batch; this GPU has {shown}: use one of the two"
+        )
+    return problems

@@ -148,9 +148,11 @@ class Keys(FrozenModel):
         rollout, server, train = self.rollout, self.server, self.train
         if rollout.group_deadline_s is not None:
             return rollout.group_deadline_s
-        sequences = (train.max_staleness + 1) * train.groups_per_step * rollout.group_size
+        sequences = train.max_groups_in_flight * rollout.group_size
         rounds = max(1.0, sequences / (server.num_servers * server.max_num_seqs))
-        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds)
+        # A group that is kept waits while the learners train.
+        frozen_s = train.max_staleness * self.recovery.stall_stop_s if train.partial_rollouts else 0.0
+        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds) + frozen_s
 
     @property
     def max_learner_tokens(self) -> int:

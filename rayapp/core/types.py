@@ -407,6 +407,8 @@ class GroupSummary:
     """Name of the run's source, as in `Prompt`."""
     mean_prompt_tokens: float = 0.0
     """Mean over trajectories with sampled tokens; the prompt's length if there are none."""
+    tokens_by_version: tuple[Mapping[int, int], ...] = ()
+    """(G,) policy version -> number of tokens that it sampled."""
 
 
 class ExecOutcome(StrEnum):
@@ -505,7 +507,8 @@ class SandboxSpec:
     workdir: str = ""
     """Working folder in an image; empty: the image's own."""
     own_files: bool = False
-    """Code may write files, and the sandbox has its own root folder, in which /app and /tests can be made."""
+    """Code may write files and start programs, and the sandbox has its own root folder, in which /app and /tests can be
+    made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,9 +104,10 @@ def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
     path = folder / f"{re.sub(r'[^a-z0-9]+', '-', panel.title.lower()).strip('-')}.png"
     with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
         for number, (key, curve) in enumerate(curves.items()):
-            marker = "o" if len(curve["steps"]) == 1 else None
+            is_point = len(curve["steps"]) == 1
+            marker, label = ("o", f"{key}: {curve['values'][0]:.3g}") if is_point else (None, key)
             colour = COLOURS[number % len(COLOURS)]
-            axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=key)
+            axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=label)
         _dress(axes, panel)
     return path
 
@@ -114,6 +115,7 @@ def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
 def _dress(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=10)
     axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if panel.unit:
         axes.set_ylabel(panel.unit)
     if panel.floor is not None and panel.ceiling is not None:

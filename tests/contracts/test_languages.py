@@ -26,7 +26,7 @@ from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.languages import LANGUAGES, Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, check_languages
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("namespaces")]
 SUM = {
     "cpp": "#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; std::cout << a + b << '\\n'; }",
     "c": '#include <stdio.h>\nint main(void) { long long a, b; scanf("%lld%lld", &a, &b); printf("%lld\\n", a + b); }',

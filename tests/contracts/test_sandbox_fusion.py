@@ -77,6 +77,7 @@ def test_verl_scores_functions_through_the_service(url: str) -> None:
     assert score == 1.0
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_the_package_reads_output_status_and_files(url: str) -> None:
     data = base64.b64encode(b"\x00\x01 of the client").decode()
     done = run_code(

@@ -118,6 +118,15 @@ def test_each_loss_is_named_and_counted(battered: Battered) -> None:
     assert "is issued again" in output
 
 
+def test_a_loss_that_was_mended_is_one_line_on_the_console(battered: Battered) -> None:
+    _, output, _, kills = battered
+    assert "Traceback" not in output, output
+    assert "\x1b[" not in output, output
+    for name in kills.values():
+        lost = "lost the learners" if name == "learner-0" else f"lost {name}"
+        assert sum(lost in line for line in output.splitlines()) == 1, output
+
+
 def test_the_ledger_balances_at_every_step(battered: Battered) -> None:
     folder, output, _, _ = battered
     for record in records(folder):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import LOSS_OPTIONS, NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
+from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.verl.rules import REWARD_MODELS, Landing, Rule, Values, reward_model_gpus
 from rayapp.core.errors import ConfigError
 
@@ -23,6 +24,7 @@ KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
 """verl's names of KL estimators, and ours."""
+ROUNDINGS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
@@ -62,13 +64,34 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Map bit-by-bit repetition, which runs on GPUs don't have."""
-    if value and values.get("rayapp.cluster.device") != "cpu":
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: runs on GPUs don't repeat exactly here. Leave it out, or give "
-            "rayapp.cluster.device=cpu, where synchronous runs repeat."
-        )
-    return Landing(note="synchronous runs on CPU repeat anyway")
+    """Map bit-by-bit repetition."""
+    return Landing(settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU repeat anyway")
+
+
+def engine_argument(key: str, value: Any, values: Values) -> Landing:
+    """Map an argument of vLLM to our key for it, or to server.engine_args.
+
+    Raises:
+        ConfigError: a run can't have this argument, or it has no single key here.
+    """
+    name, _, rest = key.partition(".engine_kwargs.vllm.")[2].partition(".")
+    own = HAS_KEY.get(name, f"server.engine_args.{name}")
+    if value in (None, {}):
+        return Landing(note="vLLM's own default is taken")
+    if name in REFUSED or not re.fullmatch(r"server\.[a-z_.]+", own):
+        why = REFUSED.get(name, f"it follows from {own} here")
+        raise ConfigError(f"{key} = {value!r} can't be imported: {why}. Leave it out.")
+    if name == "quantization":
+        return quantization(key, value, values)
+    return Landing(settings={f"{own}.{rest}" if rest else own: value}, note="goes to vLLM as it is")
+
+
+def quantization(key: str, value: Any, values: Values) -> Landing:
+    """Map the servers' rounding; verl's fp8 has a scale for each block of 128 x 128."""
+    names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
+    if value not in names:
+        raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
+    return Landing(settings={"server.quantization": names[value]}, note="needs rollout_correction.rollout_is=token")
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:

@@ -11,7 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config.verl import rules
-from rayapp.config.verl.arithmetic import bypass_mode, determinism, rejection, rollout_gpus
+from rayapp.config.verl.arithmetic import (
+    bypass_mode,
+    determinism,
+    engine_argument,
+    quantization,
+    rejection,
+    rollout_gpus,
+)
 from rayapp.config.verl.rules import Landing, Rule, Values, no_effect, only, to
 from rayapp.core.errors import ConfigError
 
@@ -177,13 +184,14 @@ AGENT: dict[str, Rule] = {
 ENGINE: dict[str, Rule] = {
     **{
         f"{_ROLLOUT}.engine_kwargs.vllm.{name}": no_effect("vLLM's own default is taken; the samples are the same")
-        for name in ("compilation_config.*", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "swap_space")
+        for name in ("mm_processor_cache_gb", "disable_mm_preprocessor_cache", "swap_space")
     },
+    f"{_ROLLOUT}.engine_kwargs.vllm.*": engine_argument,
     **{
         f"{_ROLLOUT}.engine_kwargs.{name}.*": no_effect(f"only read with rollout.name={name}")
         for name in ("sglang", "trtllm")
     },
-    f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="no options go to vLLM unseen; see server.*"),
+    f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="give engine_kwargs.vllm.NAME"),
     f"{_ROLLOUT}.limit_images": only(None, why=_TRAINS_TEXT),
     **dict.fromkeys(
         (
@@ -196,8 +204,8 @@ ENGINE: dict[str, Rule] = {
     f"{_ROLLOUT}.nnodes": only(0, why="servers are placed by cluster.placement"),
     f"{_ROLLOUT}.logprobs_mode": only("processed_logprobs", why="log-probs are those of the distribution sampled from"),
     f"{_ROLLOUT}.over_sample_rate": only(0, 0.0, why="every group is finished"),
-    f"{_ROLLOUT}.quantization": only(None, why="servers hold the weights in server.dtype"),
-    f"{_ROLLOUT}.quantization_config_file": only(None, why="servers hold the weights in server.dtype"),
+    f"{_ROLLOUT}.quantization": quantization,
+    f"{_ROLLOUT}.quantization_config_file": only(None, why="rollout.quantization names the rounding"),
     f"{_ROLLOUT}.disaggregation.enabled": only(False, why="each server prefills and decodes"),
     f"{_ROLLOUT}.disaggregation.*": no_effect(_OFF),
     f"{_ROLLOUT}.prometheus.*": no_effect("metrics are Ray's (docs/operate.md)"),

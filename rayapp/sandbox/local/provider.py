@@ -114,6 +114,8 @@ class LocalProvider:
         self._idle: dict[_Kind, list[Slot]] = {}
         self._living: dict[str, _Living] = {}
         self._num_starting = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        """Slots that finish a last deletion of files before they are closed."""
         self._is_closed = False
 
     @property
@@ -143,8 +145,8 @@ class LocalProvider:
         if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"code can write no files in this node's sandboxes ({slot.level}), and a repository with its tests "
-                "needs that: allow user namespaces, or use a remote provider"
+                f"code can write no files in this node's sandboxes ({slot.level}) and start no programs; repositories "
+                "and languages other than Python need both: allow user namespaces, or use a remote provider"
             )
         image = hold.image if hold is not None else None
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended, image)
@@ -165,9 +167,8 @@ class LocalProvider:
         self._is_closed = True
         for living in tuple(self._living.values()):
             await living.sandbox.kill(timeout_s=1.0)
-        for slots in self._idle.values():
-            while slots:
-                slots.pop().close()
+        await asyncio.gather(*self._ending, *(slot.finish() for slots in self._idle.values() for slot in slots))
+        self._idle.clear()
 
     def _check_can_create(self, spec: SandboxSpec) -> None:
         if self._is_closed:
@@ -238,4 +239,6 @@ class LocalProvider:
         if slot.is_alive and slot.num_jobs < MAX_JOBS_PER_SLOT and not self._is_closed:
             self._idle.setdefault(kind, []).append(slot)
         else:
-            slot.close()
+            ending = asyncio.create_task(slot.finish())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)

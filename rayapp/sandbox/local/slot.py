@@ -124,13 +124,17 @@ class Slot:
         Raises:
             SandboxDeadlineError: the zygote does not end the processes of the earlier sandbox.
         """
-        try:
+        if not await self._is_reset_in_time():
+            self.close()
+            raise SandboxDeadlineError("the sandbox's interpreter does not end processes of an earlier one")
+        return self.listener.dup() if self.listener is not None else None
+
+    async def _is_reset_in_time(self) -> bool:
+        """Wait until the zygote has deleted the last sandbox's files, or has died. Returns False after GRACE_S."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._is_reset.wait()
-        except TimeoutError:
-            self.close()
-            raise SandboxDeadlineError("the sandbox's interpreter does not end processes of an earlier one") from None
-        return self.listener.dup() if self.listener is not None else None
+        return self._is_reset.is_set()
 
     def _refuse_waiting(self) -> None:
         """Close connections that were never accepted. The programs that made them are dead."""
@@ -225,6 +229,7 @@ class Slot:
             return
         except (OSError, EOFError) as error:
             self._loop.remove_reader(self._channel)
+            self._is_reset.set()
             self._settle(error)
         else:
             if "reset" in packet[0]:
@@ -253,6 +258,11 @@ class Slot:
         self.close()
         said = wire.read_memory_file(self._errors)[-2000:].decode(errors="replace").strip() if self._errors >= 0 else ""
         return f"exit status {self._process.returncode}{', ' + said if said else ''}"
+
+    async def finish(self) -> None:
+        """Close the slot when the zygote has deleted the last sandbox's files; at level ll they are in /tmp."""
+        await self._is_reset_in_time()
+        self.close()
 
     def close(self) -> None:
         """End the zygote and all processes that it started. Idempotent."""

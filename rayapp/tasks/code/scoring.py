@@ -242,6 +242,7 @@ def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
         memory_mib=max(language.compile_mib, memory_mib + language.extra_mib),
         disk_mib=language.disk_mib,
         max_processes=language.max_processes,
+        own_files=True,
     )
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
-from dataclasses import field, make_dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-import rayapp
 from rayapp.api.arguments import GivenRun
 from rayapp.api.trl import DEFAULTS, FIELDS, trl_config
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import giving
 from rayapp.tasks.custom_rewards import CustomReward
@@ -171,49 +171,33 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             translated(tmp_path, {}, train_dataset=rows)
 
 
-class _Trainer:
-    given: dict[str, Any]
-
-    def __init__(self, **given: Any) -> None:
-        type(self).given = given
-
-    def train(self) -> None:
-        pass
-
-
-def test_the_script_of_the_page_runs_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
     before, after, rewards = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     by_hand, _, split = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    trl = ModuleType("trl")
-    fields = [(name, Any, field(default=value)) for name, value in RECORDED["fields"].items() if value != []]
-    trl.GRPOConfig = make_dataclass("GRPOConfig", fields)  # type: ignore[attr-defined]
-    trl.GRPOTrainer = _Trainer  # type: ignore[attr-defined]
-    datasets = ModuleType("datasets")
-    datasets.load_dataset = lambda kind, data_files, split: ROWS * 4  # type: ignore[attr-defined]
-    for name, module in (("trl", trl), ("datasets", datasets)):
-        monkeypatch.setitem(sys.modules, name, module)
-    trained: list[Any] = []
-    monkeypatch.setattr(rayapp, "train", trained.append, raising=False)
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "before.py").write_text(before)
+    (tmp_path / "after.py").write_text(after)
+    for name in ("math.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 4))
 
-    names: dict[str, Any] = {}
-    exec(before, names)
-    exec(after, names)
+    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), "before.py", "after.py"]
+    away = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=away, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
 
-    [run] = trained
-    config = run.config
-    assert _Trainer.given["args"].learning_rate == config.learner.optimizer.lr == 2e-5
+    config = Config.model_validate_json(done.stdout)
     assert (config.rollout.group_size, config.train.groups_per_step, config.train.num_minibatches) == (8, 8, 1)
     assert (config.train.num_steps, config.eval.every_steps, config.checkpoint.every_steps) == (16, 25, 50)
     assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
-    assert Path(config.tasks[0]).is_file()
-    assert Path(config.eval.tasks[0]).is_file()
+    assert (tmp_path / config.tasks[0]).is_file()
+    assert (tmp_path / config.eval.tasks[0]).is_file()
     of_the_page = _leaves(by_hand)
     own = {"run.name", "tasks", "eval.tasks", "reward.custom", "train.num_steps"}  # names, and epochs of 1,000 rows
     assert {key: _value(config, key) for key in of_the_page.keys() - own} == {
         key: value for key, value in of_the_page.items() if key not in own
     }
+    assert "learning_rate = 2e-05: learner.optimizer.lr" in done.stderr
+    names: dict[str, Any] = {}
     exec(rewards, names)
     assert names["compute_score"]("", "4", 4) == {"score": 1.0 + 0.2 * 0.9995, "right": 1.0, "short": 0.9995}
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}

@@ -209,7 +209,11 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("reward.reward_kwargs.temper=3", "no reward here takes it"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "no options go to vLLM unseen"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "it follows from run.seed here"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.attention_bakend=A", "did you mean attention_backend"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "rollout_correction.level is none"),
+        ("actor_rollout_ref.rollout.quantization=int4", "use fp8_per_block"),
         ("actor_rollout_ref.rollout.response_length=99", "must be data.max_response_length = 1024"),
         ("distillation.enabled=True", "no teacher_models.*model_path is set"),
         (
@@ -227,8 +231,6 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "known here are: bfloat16"),
         ("actor_rollout_ref.actor.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.full_determinism=True", "runs on GPUs don't repeat"),
-        ("actor_rollout_ref.rollout.full_determinism=True", "rayapp.cluster.device=cpu"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "without Megatron"),
         ("data.train_batch_size=0", "at least 1"),
         ("trainer.nnodes=0", "at least 1"),
@@ -530,11 +532,27 @@ def test_sequences_longer_than_a_micro_batch_are_shared_by_learners_as_in_verl(k
     assert (learner.sequence_parallel, learner.max_tokens_per_microbatch) == (4, 9000)
 
 
-def test_a_run_on_cpu_may_ask_to_repeat() -> None:
-    cpu = ["rayapp.cluster.device=cpu", "trainer.n_gpus_per_node=1"]
-    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+@pytest.mark.parametrize("section", ["actor.fsdp_config", "rollout"])
+def test_a_run_may_ask_to_repeat(section: str) -> None:
+    whole = [*shlex.split(SCRIPT), f"actor_rollout_ref.{section}.full_determinism=True"]
 
-    import_verl(None, [*shlex.split(SCRIPT), *cpu, tp, "actor_rollout_ref.rollout.full_determinism=True"])
+    assert import_verl(None, whole).config.run.deterministic
+
+
+def test_arguments_of_vllm_go_to_it_by_their_names_or_to_a_key() -> None:
+    vllm = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+    given = [
+        f"{vllm}.attention_backend=FLASH_ATTN",
+        f"{vllm}.compilation_config.level=2",
+        f"{vllm}.kv_cache_dtype=fp8",
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "algorithm.rollout_correction.rollout_is=token",
+    ]
+
+    server = import_verl(None, [*shlex.split(SCRIPT), *given]).config.server
+
+    assert server.engine_args == {"attention_backend": "FLASH_ATTN", "compilation_config": {"level": 2}}
+    assert (server.kv_cache_dtype, server.quantization) == ("fp8", "fp8_per_block")
 
 
 def test_the_command_prints_a_config_and_fails_on_unknown_keys(

@@ -236,6 +236,24 @@ def test_a_server_by_hand() -> None:
     assert plan.num_sequences == plan.kv_tokens // 100
 
 
+def test_a_server_that_rounds_to_8_bits_by_hand() -> None:
+    plain = shared_config()
+    rounded = with_values(plain, server={"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"})
+    # Three layers of 300 parameters have a byte each; embedding and head, 100 parameters, keep two.
+    small, large = plan_server(SHAPE, rounded, 10 * GIB), plan_server(SHAPE, plain, 10 * GIB)
+    assert small.weights == 3 * 300 + 2 * 100
+    assert 2 * small.kv_token_bytes == large.kv_token_bytes
+
+
+def test_a_kind_of_gpu_without_the_kernels_is_named(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    rounded = ["server.kv_cache_dtype=fp8", "algorithm.rollout_correction.level=token", f"model.path={tiny_model}"]
+    config = load_config(None, [*rounded, "cluster.placement=colocated", "rollout.group_size=2"])
+
+    assert plan_command(config, gpu_called("h100"))
+    assert not plan_command(config, gpu_called("a100"))
+    assert "CAN'T RUN server.kv_cache_dtype is fp8" in capsys.readouterr().out
+
+
 def test_the_shape_is_read_without_weights(tiny_model: Path) -> None:
     shape = model_shape(Config.model_validate({"model": {"path": str(tiny_model)}}))
     # A layer of 128: q and o 128 x 128, k and v 128 x 64 each, three matrices of 128 x 256, two norms.

@@ -217,6 +217,7 @@ CPP_SUM = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::
         ("taco", {}, "cpp", ""),
     ],
 )
+@pytest.mark.usefixtures("namespaces")
 async def test_a_row_asks_for_its_language_and_its_solution_in_it_is_checked(
     name: str, example: dict[str, Any], language: str, reference: str, tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ async def test_a_row_asks_for_its_language_and_its_solution_in_it_is_checked(
     assert row["extra_info"]["reference"] == reference
 
 
+@pytest.mark.usefixtures("namespaces")
 async def test_a_solution_in_another_language_that_fails_its_tests_is_named(tmp_path: Path) -> None:
     if shutil.which("g++", path="/usr/bin") is None:
         pytest.skip("no g++ in /usr/bin")
@@ -256,6 +258,7 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
         assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_a_run_whose_rows_need_a_missing_compiler_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from rayapp.sandbox.local.levels.loopback import PORT
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
+from rayapp.tasks.code.languages import language_of
+from rayapp.tasks.code.scoring import spec_of
 from support.levels import EACH_LEVEL
 
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -440,6 +442,30 @@ async def test_files_stay_until_the_sandbox_ends(provider: LocalProvider) -> Non
     assert back == b"\x00\xff" * 5
     with pytest.raises(FileNotFoundError, match=r"sub/data\.bin"):
         await second.read_file("sub/data.bin")
+
+
+@pytest.mark.parametrize("most_jobs", [2, 3], ids=["a worn slot", "a slot that could go on"])
+async def test_the_folder_of_a_sandbox_at_level_ll_is_gone_when_its_provider_is_closed(
+    most_jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.sandbox.local.provider.MAX_JOBS_PER_SLOT", most_jobs)
+    provider = LocalProvider(levels=("ll",))
+    sandbox = await new(provider)
+    await sandbox.write_file("a", b"")
+    home = (await sandbox.run_code("import os; print(os.getcwd())", timeout_s=30)).stdout.strip()
+    assert Path(home).is_dir()
+
+    await provider.kill(sandbox.id)
+    await provider.close()
+    assert not Path(home).exists()
+
+
+async def test_at_level_ll_code_that_needs_files_of_its_own_is_refused_with_the_way_out() -> None:
+    provider = LocalProvider(levels=("ll",))
+
+    with pytest.raises(SandboxConfigError, match="languages other than Python need both: allow user namespaces"):
+        await provider.create(spec_of(language_of("c++"), 512), labels={}, ttl_s=60, timeout_s=60)
+    await provider.close()
 
 
 async def test_files_outside_the_sandbox_can_be_neither_read_nor_written(sandbox: LocalSandbox) -> None:
