@@ -236,8 +236,12 @@ class VllmServer(Restartable):
             self._engine = None
 
     async def sleep(self) -> bool:
-        """See `VllmEngine.sleep`. The server generates nothing until the next `load_weights`."""
-        is_asleep = await self._started_engine().sleep()
+        """See `VllmEngine.sleep`. The server generates nothing until the next weights. With `train.partial_rollouts`
+        requests in flight are kept, and new ones, such as later turns, wait."""
+        engine, keeps = self._started_engine(), self._config.train.partial_rollouts
+        if keeps:
+            self._is_settled.clear()
+        is_asleep = await engine.sleep(keeps_requests=keeps)
         if is_asleep:
             self._not_servable = f"{self!r} sleeps while the learners train"
         return is_asleep

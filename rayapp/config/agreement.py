@@ -341,10 +341,17 @@ def _placement_fits(config: Keys) -> None:
             f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
             f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
         )
-    if config.train.max_staleness > 0:
+    if config.train.partial_rollouts and config.learner.router_replay:
+        raise ValueError(
+            "train.partial_rollouts and learner.router_replay are both true on shared GPUs, where kept tokens are "
+            "computed again with new weights: their experts would not be those that sampled them. Use one of the two, "
+            "or placement split."
+        )
+    if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
+            "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
+            "placement split."
         )
 
 

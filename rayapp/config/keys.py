@@ -65,10 +65,10 @@ class Keys(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks and generators
-    (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the Hugging Face
-    hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine tasks and data
-    files, use `sources` and leave `tasks` empty."""
+    """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks, generators and
+    data sets in SWE-bench's form, swe:FILE (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json,
+    local, on s3://, or on the Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a
+    seeded order. To combine tasks and data files, use `sources` and leave `tasks` empty."""
     sources: tuple[SourceSection, ...] = ()
     """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Used
     instead of `tasks`, which is short for one source with the run's settings."""
@@ -148,9 +148,11 @@ class Keys(FrozenModel):
         rollout, server, train = self.rollout, self.server, self.train
         if rollout.group_deadline_s is not None:
             return rollout.group_deadline_s
-        sequences = (train.max_staleness + 1) * train.groups_per_step * rollout.group_size
+        sequences = train.max_groups_in_flight * rollout.group_size
         rounds = max(1.0, sequences / (server.num_servers * server.max_num_seqs))
-        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds)
+        # A group that is kept waits while the learners train.
+        frozen_s = train.max_staleness * self.recovery.stall_stop_s if train.partial_rollouts else 0.0
+        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds) + frozen_s
 
     @property
     def max_learner_tokens(self) -> int:

@@ -95,7 +95,7 @@ WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 def set_process_environment(config: Config) -> None:
     """Set the variables that vLLM reads when it is imported; the engine's processes inherit them."""
     threads = config.server.cpu_threads or share_of_cores(
-        config.server.num_servers, is_synchronous=config.train.max_staleness == 0, model=config.model.path
+        config.server.num_servers, is_synchronous=config.train.takes_turns, model=config.model.path
     )
     # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
