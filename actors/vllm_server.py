@@ -21,6 +21,7 @@ from rayapp.core.logs import about, label_logs
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.vllm_arguments import gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 
@@ -36,15 +37,12 @@ def with_planned_share(config: Config) -> Config:
     """Replace `server.gpu_memory_utilization: auto` by the share that the plan gives on this machine's GPUs."""
     if config.server.gpu_memory_utilization != "auto":
         return config
-    from vllm.platforms import current_platform
-
     from rayapp.learner.memory.nearest import without_autos
     from rayapp.learner.memory.shape import Gpu, model_shape
 
-    if current_platform.is_cpu():
+    if not (total := gpu_bytes()):
         return config
-    # The platform asks the driver: torch.cuda would make a context, and vLLM could then not fork.
-    room = current_platform.get_device_total_memory() - RESERVE_BYTES
+    room = total - RESERVE_BYTES
     gpu = Gpu(name="here", room=room, tflops=1, memory_gb_s=1, link_gb_s=1)  # memory does not depend on the speed
     planned = without_autos(model_shape(config), config, gpu)
     log.info("server.gpu_memory_utilization is auto: the plan gives it %g", planned.server.gpu_share)
