@@ -182,9 +182,9 @@ def give_back_memory(config: Config, device: torch.device) -> None:
 
 def use_threads(config: Config, world_size: int) -> None:
     """Set the number of threads to this learner's share of the cores. Fixed from here on: CPU results depend on it."""
-    is_synchronous = config.train.max_staleness == 0
+    takes_turns = config.train.takes_turns
     torch.set_num_threads(
-        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=is_synchronous, model=config.model.path)
+        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
     )
 
 
