@@ -377,9 +377,9 @@ def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Seq
         raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
     chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not chosen or shutil.which(chosen) is None:
+        known = ", ".join(TOOLS)
         raise ImageError(
-            f"image {reference}: it can't be built, because {chosen or 'none of buildah, podman and docker'} is not "
-            "installed"
+            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
         )
     with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
         tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
