@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,16 @@ async def _tokens_over_a_sleep(engine: Any, prompt: list[int], sampling: Samplin
         DeadlineError: the completion did not go on.
     """
     told: list[int] = []
-    request = RequestId("group", 1 << 20)
-    running = asyncio.create_task(engine.generate(request, prompt, sampling, told.extend))
+    has_begun = asyncio.Event()
+
+    def tell(tokens: Sequence[int]) -> None:
+        told.extend(tokens)
+        has_begun.set()
+
+    running = asyncio.create_task(engine.generate(RequestId("group", 1 << 20), prompt, sampling, tell))
     try:
         async with asyncio.timeout(KEPT_S):
-            while not told and not running.done():
-                await asyncio.sleep(0)
+            await has_begun.wait()
             await engine.sleep(keeps_requests=True)
             before = len(told)
             await engine.wake()

@@ -70,7 +70,7 @@ def test_a_server_on_a_gpu_without_the_kernels_does_not_start(monkeypatch: pytes
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     sections = {"server": {"kv_cache_dtype": "fp8"}, "algorithm": {"rollout_correction": {"level": "token"}}}
 
-    with pytest.raises(ConfigError, match="this GPU has 8.0: use auto"):
+    with pytest.raises(ConfigError, match=r"this GPU has 8\.0: use auto"):
         check_gpu(Config.model_validate(sections))
 
 
