@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 700.0
 SAVED, NUM_STEPS, GROUPS_PER_STEP, MAX_STALENESS = 4, 7, 2, 2
-LONG = 400
+LONG = 220
 
 
 @pytest.fixture(scope="module")
