@@ -96,7 +96,7 @@ class Cluster:
     supervisor: Supervisor
     router: Router
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
-    """Ends these learners and starts new ones, with the model's own weights."""
+    """Function that ends these learners and starts new ones with the start model's weights."""
     num_learner_restarts: int = 0
 
     @property
@@ -128,10 +128,12 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace servers that failed, each only once even if several calls report it; all are up when this returns."""
+        """Replace the failed servers, each once even if several calls report its failure. All servers are up
+        afterwards.
+        """
         # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
-        # at once, as a server takes minutes to start on a GPU. Use the incarnations from the time of the failures:
-        # while one server is replaced, the supervisor may already have replaced another.
+        # at once, because a server takes minutes to start on a GPU. Pass the incarnations from the time of the
+        # failures: the supervisor may have replaced a server since then.
         await asyncio.gather(
             *(
                 self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
@@ -274,7 +276,7 @@ async def _session(
 async def _reserve(
     config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Placement, bool]:
-    """Reserve room for the processes that hold models; return it, and whether it is on GPUs."""
+    """Reserve resources for the processes that hold models. Return the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -299,8 +301,8 @@ async def _start(
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
-        # Start it alone: an engine takes the free GPU memory, and fails if that changes meanwhile. Asleep, it leaves
-        # the GPU to its learner.
+        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. Once asleep, it leaves the GPU
+        # to its learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
@@ -322,7 +324,7 @@ async def _start(
     shared = {server.name for server in servers} if placement.shares_gpus else set()
 
     async def may_start(name: str) -> None:
-        # A server takes the free GPU memory, and refuses to start while a learner is at its peak.
+        # A server takes the free GPU memory, and can't start while a learner on the GPU uses most of it.
         if name in shared:
             await cluster.learners.rest()
 
@@ -373,7 +375,7 @@ async def _start_learners_again(
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
-    """Return the ranks of a group of learners and engines; None if weights go through the object store."""
+    """Return the ranks of learners and engines in the group that transfers weights; None for the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 

@@ -69,7 +69,7 @@ async def generate(
     Args:
         call: calls the worker with the request, which names its server.
         what: name of the group, for messages.
-        watchdog: gets the wait, and its end as progress; None outside of a run.
+        watchdog: records the wait and, at its end, progress; None outside of a run.
         reissue: gets the reason of a loss, and returns the policy version that must sample the group now.
     Raises:
         RestartsUsedUpError: the group was lost `MAX_ISSUES` times.
@@ -93,7 +93,7 @@ async def generate(
             raise
         except RayappError as error:
             raise GroupFailedError(f"{what} failed: {error}") from error
-    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; see the notes above for the reasons")
+    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; the log above has the reason of each loss")
 
 
 @asynccontextmanager
@@ -162,7 +162,7 @@ async def _generate(run: Training, request: GroupRequest) -> None:
             reissue=reissue,
         )
     except GroupFailedError as error:
-        run.tracker.note(f"{error} The step takes another group.")
+        run.tracker.note(f"{error} Another group takes its place in the step.")
         run.failures.lost_group(run.cluster.config, str(error))
         await run.store.drop(group_id, GROUP_FAILED)
         return

@@ -113,6 +113,13 @@ def set_process_environment(config: Config) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
 
 
+def gpu_bytes() -> int:
+    """Return the memory of this machine's first GPU; 0 on CPU. Makes no CUDA context, after which vLLM can't fork."""
+    from vllm.platforms import current_platform
+
+    return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
+
+
 def vllm_args(config: Config) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
     server, on_gpu = config.server, is_on_gpu(config)
@@ -123,7 +130,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # unused on CPU
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,

@@ -41,7 +41,8 @@ class Cohort:
     """Cohort of a group: the groups that start together, given by their number.
 
     A server admits its requests of a cohort together, so that its batches, and the last bits of its log-probs, don't
-    depend on arrival times. There is no list of ids: in a step of n groups, n lists of n ids would be sent.
+    depend on arrival times. A cohort is not a list of ids, because in a step of n groups n lists of n ids would be
+    sent.
     """
 
     place: int

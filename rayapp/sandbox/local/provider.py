@@ -2,9 +2,9 @@
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of it, so
-nothing of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and end
-every process that they started.
+A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of the zygote,
+so no state of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and
+end every process that they started.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class _Living:
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
-    """Return why this node has no sandboxes on images, given the levels that it refused."""
+    """Return why this node can't run sandboxes on images, given its refused levels."""
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
-        f"this node's sandboxes can have no image as their root ({steps}): that takes user namespaces and Linux 5.11. "
+        f"this node can't run sandboxes on images ({steps}): they need user namespaces and Linux 5.11. "
         "Allow them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
     )
 
@@ -99,12 +99,12 @@ class LocalProvider:
     ) -> None:
         """
         Args:
-            allow_unisolated: if the node has no isolation, run code with resource limits only; every result says so.
+            allow_unisolated: if the node has no isolation, run code with resource limits only, and mark every result.
             packages: packages that every sandbox preloads, besides those of its spec.
             max_slots: maximum number of sandboxes at once; None for one per core. With more, the running time of code
                 depends on other sandboxes.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
-            images: where images come from; None is the default cache.
+            images: source of images; None is the default cache.
         """
         self._images = images or ImageSource()
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
@@ -179,7 +179,10 @@ class LocalProvider:
                 "image: (docs/sandboxes.md). Name a remote provider in sandbox.providers, or leave template empty."
             )
         if len(self._living) + self._num_starting >= self._max_slots:
-            raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
+            raise SandboxQuotaError(
+                f"all {self._max_slots} local sandboxes are in use: release one, or raise max_sandboxes of the local "
+                "provider"
+            )
 
     def _take_idle(self, kind: _Kind) -> Slot | None:
         slots = self._idle.get(kind, [])
@@ -192,12 +195,12 @@ class LocalProvider:
 
     def _kind_of(self, spec: SandboxSpec, hold: Hold | None) -> _Kind:
         if hold is not None:
-            return spec.loopback, (), hold.image.user  # its packages are those of the image
+            return spec.loopback, (), hold.image.user  # an image brings its own packages
         return spec.loopback, tuple(sorted({*self._packages, *spec.packages})), None
 
     def _why_late(self, spec: SandboxSpec, hold: Hold | None, timeout_s: float) -> str:
         if spec.template and hold is None:
-            return f"{spec.template} was not pulled within {timeout_s:g} s; the pull goes on"
+            return f"{spec.template} was not pulled within {timeout_s:g} s. The pull continues; try again later"
         return f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
 
     async def _start(self, kind: _Kind) -> Slot:
