@@ -13,7 +13,7 @@ import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
 from rayapp.config.agreement import CAPABILITIES, gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError, UserError
@@ -35,7 +35,7 @@ from rayapp.learner.memory.plan import (
     plan_node,
     plan_server,
 )
-from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
+from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 from rayapp.rollout.images import each_once, images_of_prompts
 from rayapp.sandbox.providers.table import image_source
@@ -112,8 +112,27 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
         f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
-    yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
+    step_s = sum(row.speed.seconds for row in rows)
+    yield f"a step: about {step_s:.0f} s, if"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+    yield from cost_lines(config, step_s)
+
+
+def cost_lines(config: Config, step_s: float) -> Iterator[str]:
+    """Yield the price of all steps by `budget`; nothing without prices of GPUs or nodes."""
+    prices, num_gpus = config.budget, num_gpus_of(bundles_of(config))
+    num_nodes = ceil(num_gpus / NODE_GPUS)
+    hourly = num_gpus * prices.gpu_hour + num_nodes * prices.node_hour
+    if not hourly:
+        return
+    hours = config.train.num_steps * step_s / 3600
+    yield (
+        f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
+        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour; without the start, evaluations, remote "
+        "sandboxes, judges and a teacher behind a URL"
+    )
+    if prices.cap and hours * hourly > prices.cap:
+        yield f"  more than budget.cap ({prices.cap:g}): the run would end after about {prices.cap / hourly:.1f} h"
 
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
