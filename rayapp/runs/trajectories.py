@@ -110,7 +110,7 @@ _ROW = pa.struct(list(SCHEMA))
 def write_trajectories(
     path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
 ) -> None:
-    """Write the trajectories of one step, aside and then renamed.
+    """Write the trajectories of one step to a temporary file, which is then renamed.
 
     Args:
         learner_log_probs: for response tokens, by position of the trajectory in the step; missing ones become null.
@@ -142,7 +142,8 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 def _storable(value: Any, kind: pa.DataType) -> Any:
     """Make a value storable in a column of this type, whatever a policy, a tool or a reward function produced.
 
-    Half of a surrogate pair is spelled out; values that are no numbers become NaN, those too large infinite.
+    Halves of surrogate pairs are escaped; values that aren't numbers become NaN, and numbers that are too large become
+    infinite.
     """
     if value is None or isinstance(value, np.ndarray):
         return value
@@ -337,7 +338,8 @@ class Selected:
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write the selection to `out`, a parquet file, aside and then renamed. Failed trajectories are never selected.
+    """Write the selection to a temporary file, which is then renamed to `out`, a parquet file. Failed trajectories are
+    never selected.
 
     Raises:
         InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
@@ -345,7 +347,8 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     files = [file for file in sorted((run / "trajectories").glob("step=*.parquet")) if _is_wanted(file, selection)]
     if not files:
         raise InputError(
-            f"{run / 'trajectories'} holds no steps to choose from: name the folder of a run that was trained with "
+            f"{run / 'trajectories'} has no recorded steps to select from: name the folder of a run that was trained "
+            "with "
             "tracking.trajectories: true"
         )
     count = Selected()

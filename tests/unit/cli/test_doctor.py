@@ -263,7 +263,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
     )
 
     assert found["data"].detail.startswith(
-        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no rule here"
+        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no scoring rule in rayapp"
     )
 
 
