@@ -77,7 +77,7 @@ async def evaluate(
         watchdog: gets progress at every prompt's end; None outside of a run.
         record: stores the completions.
     """
-    num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
+    num_prompts = await cluster.rollout_workers[0].num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
         # In a synchronous run a wave starts together, so that the same weights give the same numbers.

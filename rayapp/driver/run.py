@@ -148,7 +148,7 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
     if not cluster.config.algorithm.curriculum.enabled:
         return None
     checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_worker(0).num_train_prompts()
+    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
