@@ -115,7 +115,7 @@ class WeightUpdateExtension:
 
 
 def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
-    """Compare tensors with checksums, which must all be there, one after the other. Return their names."""
+    """Compare each tensor's checksum with the learner's, one after the other. Return the tensors' names."""
     found = [(name, checksum_of(part)) for name, part in parts]
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
