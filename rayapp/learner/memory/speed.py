@@ -40,8 +40,10 @@ HOST_GB_S = 20.0
 """Bandwidth of a process to host memory, for AdamW there and for weights through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
-    f"matrix products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links "
-    f"{MEMORY_SHARE:.0%}",
+    (
+        f"matrix products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links "
+        f"{MEMORY_SHARE:.0%}"
+    ),
     f"gathering overlaps computing; a GPU has {NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs",
     "MFU counts each product once, without recomputation, over all GPUs of the phase",
 )
