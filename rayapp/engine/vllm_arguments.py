@@ -15,6 +15,7 @@ from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.machine import share_of_cores
+from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 
@@ -127,6 +128,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "enable_prefix_caching": True,
         # Log-probs of the distribution that is sampled from; vLLM's default is before the temperature.
         "logprobs_mode": "processed_logprobs",
+        "structured_outputs_config": {"backend": BACKEND},
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
         # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.
