@@ -89,7 +89,8 @@ def other_routes_answer(url: str, key: str) -> None:
     second = client.responses.create(
         model="any", input="again", previous_response_id=first.id, max_output_tokens=4, temperature=0
     )
-    assert second.usage is not None and first.usage is not None
+    assert second.usage is not None
+    assert first.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
 
     other = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0, timeout=DEADLINE_S)
