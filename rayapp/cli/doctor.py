@@ -30,6 +30,7 @@ from rayapp.cli.arguments import (
     loaded_config,
     with_model_config,
 )
+from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
@@ -103,6 +104,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
     yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield _images()
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
@@ -225,6 +227,14 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
         return Finding(level_if_none, "sandbox", str(error))
 
 
+def _images() -> Finding:
+    """Report whether local sandboxes can have images as their roots."""
+    from rayapp.sandbox.local.provider import why_no_images_here
+
+    why = why_no_images_here()
+    return Finding("note", "images", why) if why else Finding("ok", "images", "local sandboxes can have them as roots")
+
+
 def _device_fits(config: Config) -> Iterator[Finding]:
     bundles, have = bundles_of(config), len(gpu_names())
     attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
@@ -242,6 +252,17 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             "the CPU build is installed, but the config uses GPUs",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
         )
+    yield from _gpu_computes(config)
+
+
+def _gpu_computes(config: Config) -> Iterator[Finding]:
+    import torch
+
+    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+        return
+    for problem in gpu_problems(config, torch.cuda.get_device_capability()):
+        what, _, cure = problem.rpartition(": ")
+        yield Finding("problem", "GPU", what, cure=cure)
 
 
 def _check_model(config: Config, *, has_weights: bool) -> None:
@@ -421,8 +442,8 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
-    from rayapp.learner.memory.plan import plan_gpu, plan_server, with_token_budget
+    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between, without_autos
+    from rayapp.learner.memory.plan import plan_gpu, plan_server
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 
@@ -432,7 +453,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         return  # unknown GPU, or a bad model, which another check reports
     if gpu is None:
         return
-    config = with_token_budget(shape, config, gpu.room)
+    config = without_autos(shape, config, gpu)
     if not plan_gpu(shape, config, gpu).fits:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
