@@ -57,7 +57,8 @@ class BestMetric:
         near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
         raise ConfigError(
-            f"checkpoint.best_metric is {self._name!r}, which is no metric of this run, so checkpoint.keep_best would "
+            f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
+            "would "
             f"keep no checkpoint.{meant}"
         )
 

@@ -230,7 +230,8 @@ def ground_truth(asked: Submit) -> str:
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"no data set is installed here, {asked.dataset!r} neither: send the row as config.provided_data"
+            f"data set {asked.dataset!r} is not installed: this service has no data sets. Send the row as "
+            "config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":

@@ -142,7 +142,7 @@ def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is
         ("run_code", {"code": "1", "files": {"../x": ""}}, "'../x' must be relative"),
         ("run_code", {"code": "1", "files": {"x": "!"}}, "'x' is not base64"),
         ("run_code", {"code": "1", "run_timeout": -1}, "run_timeout: Input should be greater than 0"),
-        ("submit", {"completion": "", "dataset": "mbpp"}, "no data set is installed here"),
+        ("submit", {"completion": "", "dataset": "mbpp"}, "data set 'mbpp' is not installed"),
         ("submit", {"completion": "", "config": {"provided_data": {"test": [1]}}}, "must be a struct"),
     ],
 )

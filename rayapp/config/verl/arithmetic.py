@@ -30,12 +30,13 @@ _MAX_TURNS_WITHOUT_LIMIT = 32
 def advantage(key: str, value: Any, values: Values) -> Landing:
     """Map the estimator, whose names are verl's; verl's default needs a critic."""
     if value == "gae":
-        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
+        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which rayapp does not train. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Trajectories per prompt. verl samples the greedy baseline of remax beside them; here it is one of the group."""
+    """Trajectories per prompt. verl samples the greedy baseline of remax beside them; in rayapp it is one of the "
+    "group."""
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
@@ -65,8 +66,8 @@ def determinism(key: str, value: Any, values: Values) -> Landing:
     """Map bit-by-bit repetition, which runs on GPUs don't have."""
     if value and values.get("rayapp.cluster.device") != "cpu":
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: runs on GPUs don't repeat exactly here. Leave it out, or give "
-            "rayapp.cluster.device=cpu, where synchronous runs repeat."
+            f"{key} = {value!r} can't be imported: rayapp's runs on GPUs don't repeat exactly. Leave it out, or give "
+            "rayapp.cluster.device=cpu, where synchronous runs repeat exactly."
         )
     return Landing(note="synchronous runs on CPU repeat anyway")
 
@@ -75,7 +76,10 @@ def minibatches(key: str, value: Any, values: Values) -> Landing:
     """Map mini-batches: verl sets prompts per mini-batch; we set mini-batches per batch."""
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
-        raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
+        raise ConfigError(
+            f"{key} = {value} does not divide {_BATCH} = {batch}: rayapp splits a batch into equal parts of whole "
+            "groups"
+        )
     return Landing(settings={"train.num_minibatches": batch // min(int(value), batch)}, note=f"{batch} / {value}")
 
 
@@ -123,7 +127,7 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
     }
     shared = "beside" if is_split else "on the GPUs of"
     note = f"{served // tp} servers x TP {tp} {shared} {learners} learners"
-    return Landing(settings=settings, note=note + (f", and {judges} GPUs more for the reward model" if judges else ""))
+    return Landing(settings=settings, note=note + (f", and {judges} more GPUs for the reward model" if judges else ""))
 
 
 def rollout_gpus(key: str, value: Any, values: Values) -> Landing:
@@ -163,7 +167,9 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
         return Landing(note="epochs of data.train_files, which are not set")
     files = [str(file) for file in as_list(values["data.train_files"])]
     if absent := [file for file in files if not Path(file).is_file()]:
-        return Landing(note=f"{epochs} epochs can't be counted, as {absent[0]} is not here; {STEPS} says how many")
+        return Landing(
+            note=f"{epochs} epochs can't be counted, as {absent[0]} is not on this machine; {STEPS} says how many"
+        )
     rows = sum(map(_num_rows, files))
     if rows < batch:
         raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
@@ -234,7 +240,7 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
     estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
     if estimator is None:
         known = ", ".join(KL_ESTIMATORS)
-        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; known here are: {known}")
+        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; supported are: {known}")
     settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
     if control == "adaptive":
         settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
@@ -313,24 +319,24 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
-    """Map verl's loggers to trackers that exist here; metrics.jsonl is always written."""
+    """Map verl's loggers to trackers that exist in rayapp; metrics.jsonl is always written."""
     # Traces have no other destination.
     traces = ["mlflow"] if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow" else []
     return tracked(*as_list(value), *traces)
 
 
 def tracked(*names: str) -> Landing:
-    """Return the trackers of these names, and metrics.jsonl; names that don't exist here are in the note."""
+    """Return the trackers of these names, and metrics.jsonl; names that don't exist in rayapp are in the note."""
     from rayapp.config.sections import TRACKERS
 
     kept = [name for name in names if name in TRACKERS]
     missing = [name for name in names if name not in TRACKERS]
-    note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
+    note = f"not in rayapp: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
 
 
 def run_name(key: str, value: Any, values: Values) -> Landing:
-    """Map the run's name, which is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    """Map the run's name, which is a folder's name in rayapp: 63 letters, digits, `.`, `_` or `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
@@ -341,8 +347,8 @@ def output_dir(key: str, value: Any, values: Values) -> Landing:
 
 
 def contents(key: str, value: Any, values: Values) -> Landing:
-    """Map the contents of checkpoints: `extra` (generators, the loader's position) follows from seed and step here, so
-    it is not saved."""
+    """Map the contents of checkpoints. `extra` (random states, the loader's position) is not saved: in rayapp it
+    follows from seed and step."""
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
@@ -356,13 +362,15 @@ def as_list(value: Any) -> list[Any]:
 
 
 def data_files(target: str) -> Rule:
-    """Return a rule for data files: verl reads any file as parquet; here the ending says what a file is."""
+    """Return a rule for data files: verl reads any file as parquet; in rayapp the ending says what a file is."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         files = [str(file) for file in as_list(value)]
         others = [file for file in files if not is_data_file(file)]
         named = [f"{file}.parquet" if file in others else file for file in files]
-        note = f"rename {', '.join(others)}: the name of a parquet file must end in .parquet here" if others else ""
+        note = (
+            f"rename {', '.join(others)}: the name of a parquet file must end in .parquet in rayapp" if others else ""
+        )
         return Landing(settings={target: named}, note=note)
 
     return rule

@@ -82,7 +82,7 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
         return None, [*found, *overrides]
     if "megatron" in name:
         raise ConfigError(
-            f"verl script {path}: {name} trains with Megatron, which is not here. Use ppo_trainer (FSDP)."
+            f"verl script {path}: {name} trains with Megatron, which rayapp does not have. Use ppo_trainer (FSDP)."
         )
     folders = list(_config_folders(path, options.get("path", "."), launch.module))
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
@@ -149,7 +149,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"verl config {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"verl config {path} is no YAML: {error}") from error
+        raise ConfigError(f"verl config {path} is not YAML: {error}") from error
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"verl config {path}: sections such as `data:` were expected")
     if data and not isinstance(data.get("defaults") or [], list):
@@ -165,12 +165,12 @@ def _default(path: Path, entry: Any) -> dict[str, Any]:
     [(name, chosen)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", entry)]
     group, _, package = str(name).removeprefix("optional ").removeprefix("override ").partition("@")
     file = path.parent / group.lstrip("/") / f"{str(chosen).removesuffix('.yaml')}.yaml"
-    # verl's own files, next to its ppo_trainer.yaml, hold the defaults, which are known here.
+    # verl's own files, next to its ppo_trainer.yaml, hold the defaults, which are built in.
     if _is_verls_own(path):
         return {}
     if not file.is_file():
         raise ConfigError(
-            f"verl config {path}: its defaults name {entry!r}, and {file} is not there. Known without a file are "
+            f"verl config {path}: its defaults name {entry!r}, and {file} is not there. Built in are "
             f"{', '.join(_BASES)}; put that file's keys into this one, or give them as overrides."
         )
     if file.resolve() == path.resolve():
@@ -200,11 +200,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not of the form key=value, as on verl's command line")
     if key.startswith("~"):
-        raise ConfigError(f"override {override!r}: deleting keys can't be imported; leave the key out of the file")
+        raise ConfigError(f"override {override!r}: keys can't be deleted by an override; leave the key out of the file")
     try:
         return key, yaml_number(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: its value is no YAML: {error}") from error
+        raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
 
 
 def yaml_number(value: Any) -> Any:
@@ -292,7 +292,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
         except ConfigError as error:
             problems[key] = str(error)
     if engine := [problems[key] for key in ("model_engine", "actor_rollout_ref.actor.strategy") if key in problems]:
-        # Keys of another engine have no meaning here: reporting their problems would not help.
+        # Keys of another engine have no meaning in rayapp: reporting their problems would not help.
         raise ConfigError(f"verl keys that can't be imported:\n  {engine[0]}")
     if problems:
         # Several keys of one section may be refused for the same reason.
@@ -376,13 +376,13 @@ _MOST_SLIPS = 3
 def _unknown(key: str) -> str:
     """Return the problem of an unknown key, with a similar key of the same section if there is one."""
     if "@" in key:
-        return f"{key}: it chooses another file of verl's configuration; give that file's keys one by one"
+        return f"{key}: this key chooses another file of verl's configuration; give the keys of that file one by one"
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     near = [each for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
     return f"{key}: " + (
-        f"did you mean {section}.{near[0]}?" if near else "no rule says what it means here; leave it out"
+        f"did you mean {section}.{near[0]}?" if near else "rayapp has no rule for this key; leave it out"
     )
 
 

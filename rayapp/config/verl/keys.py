@@ -1,6 +1,6 @@
 """The table of the import: every known key of verl, and its rule.
 
-A key that ends in `*` stands for all keys below it. A key without a row fails the import. It gets a row here once its
+A key that ends in `*` stands for all keys below it. A key without a row fails the import. It gets a row once its
 meaning is decided; it is never ignored silently.
 """
 
@@ -17,7 +17,7 @@ _FSDP = f"{_ACTOR}.fsdp_config"
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
 _ENGINE = "learners shard with FSDP2, without Megatron and other engines. Use verl's FSDP command of the model"
 _NO_CRITIC = "no critic: the advantage comes from the group"
-_ALWAYS = "always so here"
+_ALWAYS = "always so in rayapp"
 _OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.offload_when_idle=true moves both"
 _LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_microbatch"
 _SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
 }
-"""verl 0.9's defaults for keys that a user omits, if they change something here."""
+"""verl 0.9's defaults for keys that a user omits, if they change something in rayapp."""
 
 RENAMED: dict[str, str] = {
     f"{_OPTIM}.warmup_style": f"{_OPTIM}.lr_scheduler_type",
@@ -167,7 +167,9 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
-    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float, note="norms and biases are not decayed here"),
+    f"{_OPTIM}.weight_decay": to(
+        "learner.optimizer.weight_decay", float, note="norms and biases are not decayed in rayapp"
+    ),
     f"{_OPTIM}.betas": to("learner.optimizer.betas"),
     f"{_OPTIM}.lr_warmup_steps": arithmetic.warmup,
     f"{_OPTIM}.lr_warmup_steps_ratio": no_effect("counts where lr_warmup_steps is not set"),
@@ -179,7 +181,7 @@ LEARNER: dict[str, Rule] = {
     f"{_FSDP}.offload_policy": to("learner.cpu_offload", bool),
     f"{_FSDP}.fsdp_size": arithmetic.replicas,
     **{f"{_FSDP}.{name}": no_effect("the learner's own FSDP2 settings are taken") for name in _OF_FSDP},
-    f"{_FSDP}.model_dtype": no_effect("parameters and optimizer state are float32 here"),
+    f"{_FSDP}.model_dtype": no_effect("parameters and optimizer state are float32 in rayapp"),
     f"{_FSDP}.dtype": choice("learner.compute_dtype", _DTYPES),
     f"{_FSDP}.mixed_precision": only(None, {}, why="give fsdp_config.dtype"),
     f"{_FSDP}.mixed_precision.param_dtype": choice("learner.compute_dtype", _DTYPES),
@@ -298,8 +300,10 @@ TRAINER: dict[str, Rule] = {
     "custom_reward_function.name": no_effect("goes with custom_reward_function.path"),
     "reward.custom_reward_function.path": arithmetic.custom_reward,
     "reward.custom_reward_function.name": no_effect("goes with reward.custom_reward_function.path"),
-    "hydra.*": no_effect("Hydra's own: it is not used here"),
-    "model_engine": only("dp", None, why="learners shard with FSDP2: Megatron, VeOmni and TorchTitan are not here"),
+    "hydra.*": no_effect("Hydra's own: it is not used in rayapp"),
+    "model_engine": only(
+        "dp", None, why="learners shard with FSDP2: Megatron, VeOmni and TorchTitan are not in rayapp"
+    ),
     "ray_kwargs.*": no_effect("see cluster.*"),
 }
 

@@ -1,9 +1,8 @@
-"""The rest of the import's table: keys of verl's that have no counterpart here, with the reason. Joined in `keys.py`.
+"""The rest of the import's table: keys of verl that have no counterpart in rayapp, each with the reason.
 
 Most are features that are off by default: off is accepted, and any other value is refused, as it would change the
-training. Keys of verl's own machinery have no effect, whatever their value.
-
-The rule of the import for verl's `distillation`. Used by `keys_without_counterpart.py`.
+training. Keys of verl's own machinery have no effect, whatever their value. The rules for
+verl's `distillation` are here too.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def distillation(key: str, value: Any, values: Values) -> Landing:
 
 
 def _check_loss(values: Values) -> None:
-    """Check that the teacher's advantages go through the loss of the rewards': here both are one sum."""
+    """Check that the teacher's advantages go through the loss of the rewards': in rayapp both are one sum."""
     for name, (key, default) in _OF_LOSS.items():
         own, policys = values.get(f"{_LOSS}.{name}", default), values.get(key)
         if own != (default if policys is None else policys):
@@ -70,13 +69,13 @@ def _kl(values: Values) -> dict[str, Any]:
         floor = None  # verl clamps the log-probs of its top k alone
     if floor is not None or (clamp is not None and not as_advantage):
         name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
-        raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: no such limit is here. Set it to null.")
+        raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: rayapp has no such limit. Set it to null.")
     if mode == "forward_kl_topk" and not as_advantage:
         return {"kl": "forward", "kl_over": "top_k", "top_k": int(values.get(f"{_LOSS}.topk", 32))}
     if (as_advantage, mode) not in _ESTIMATED:
         known = ", ".join(f"{known} with use_policy_gradient={on}" for on, known in _ESTIMATED)
         raise ConfigError(
-            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; known here are: "
+            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; supported are: "
             f"{known}, forward_kl_topk with use_policy_gradient=False"
         )
     return {"kl": _ESTIMATED[as_advantage, mode], "kl_over": "sampled", "max_log_ratio": clamp}
@@ -93,7 +92,9 @@ def _teacher(values: Values) -> str:
         models.pop("teacher_model", None)
     if len(models) != 1:
         found = f"teachers {', '.join(models)} are named" if models else "no teacher_models.*.model_path is set"
-        raise ConfigError(f"distillation.enabled = True can't be imported: {found}, and a run here has one teacher.")
+        raise ConfigError(
+            f"distillation.enabled = True can't be imported: {found}, and a run of rayapp has one teacher."
+        )
     return next(iter(models.values()))
 
 
@@ -101,7 +102,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _REF, _OPTIM, _TRACE = "actor_rollout_ref.ref", f"{_ACTOR}.optim", f"{_ROLLOUT}.trace"
 _FILTER = "algorithm.filter_groups"
 _OFF = "only read where its section is turned on"
-_TRAINS_TEXT = "prompts are text here: pictures, sound and video are not read"
+_TRAINS_TEXT = "prompts are text in rayapp: pictures, sound and video are not read"
 
 
 def _all(why: str, *keys: str) -> dict[str, Rule]:
@@ -243,7 +244,7 @@ POLICY: dict[str, Rule] = {
     f"{_ACTOR}.checkpoint.strict": no_effect("a checkpoint must fit the model"),
     f"{_ACTOR}.checkpoint.mbridge_config": no_effect("verl's Megatron"),
     **_all(
-        "always so here, or verl's own machinery",
+        "always so in rayapp, or verl's own machinery",
         f"{_ACTOR}.calculate_entropy",
         f"{_ACTOR}.calculate_sum_pi_squared",
         f"{_ACTOR}.use_prefix_grouper",
@@ -271,7 +272,7 @@ POLICY: dict[str, Rule] = {
     f"{_MODEL}.override_config": only(None, {}, why="change config.json of a copy of the model"),
     f"{_MODEL}.override_config.max_position_embeddings": to("model.max_position_embeddings", int),
     **{
-        f"{_MODEL}.override_config.{name}": only(0.0, why="dropout is always 0 here")
+        f"{_MODEL}.override_config.{name}": only(0.0, why="dropout is always 0 in rayapp")
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "attn_pdrop")
     },
     f"{_MODEL}.override_config.*": only(None, why="change config.json of a copy of the model"),

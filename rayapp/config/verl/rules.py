@@ -25,7 +25,7 @@ class Landing:
     """The outcome of one key: our settings, and a remark."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys with their values; empty if the key has no effect here."""
+    """Our keys with their values; empty if the key has no effect in rayapp."""
     note: str = ""
     """Why the key has no effect, or how its meaning differs."""
 
@@ -53,7 +53,7 @@ def optional(target: str, convert: Convert = lambda value: value) -> Rule:
 
 
 def no_effect(why: str) -> Rule:
-    """Return a rule for a key that means nothing here, whatever its value."""
+    """Return a rule for a key that means nothing in rayapp, whatever its value."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note=why)
@@ -62,7 +62,7 @@ def no_effect(why: str) -> Rule:
 
 
 def only(*allowed: Any, why: str) -> Rule:
-    """Return a rule that accepts only these values, whose meaning is the same here.
+    """Return a rule that accepts only these values, whose meaning is the same in rayapp.
 
     Raises (the rule): ConfigError.
     """
@@ -85,14 +85,14 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in names:
             known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; known here are: {known}")
+            raise ConfigError(f"{key} = {value!r} can't be imported; supported are: {known}")
         return Landing(settings={target: names[value]}, note=note)
 
     return rule
 
 
 def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """Return a rule for names of verl that change nothing here; any other value is refused.
+    """Return a rule for names of verl that change nothing in rayapp; any other value is refused.
 
     Raises (the rule): ConfigError.
     """
@@ -136,7 +136,7 @@ def filter_groups(key: str, value: Any, values: Values) -> Landing:
     most = int(values.get(f"{_FILTER}.max_num_gen_batches") or 0)
     dropped = (most or _BATCHES_WITHOUT_LIMIT) * generated - batch
     settings["algorithm.dynamic_sampling.max_dropped_per_step"] = max(1, dropped)
-    limit = f"{most} batches" if most > 0 else f"no limit in verl, {_BATCHES_WITHOUT_LIMIT} batches here"
+    limit = f"{most} batches" if most > 0 else f"no limit in verl, {_BATCHES_WITHOUT_LIMIT} batches in rayapp"
     return Landing(settings=settings, note=f"{limit}; past it groups are kept, where verl stops")
 
 
@@ -160,7 +160,7 @@ def reward_manager(key: str, value: Any, values: Values) -> Landing:
     `reward_kwargs`."""
     if value not in (None, *_MANAGERS):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
+            f"{key} = {value!r} can't be imported; supported are: {', '.join(_MANAGERS)}. Give a function of your own "
             "as rayapp.reward.custom."
         )
     return Landing(note="rows are scored one by one, by the rule of their data_source")
@@ -189,8 +189,8 @@ def reward_model(key: str, value: Any, values: Values) -> Landing:
     path_key = f"{section}.{REWARD_MODELS[section]}"
     if any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: your custom_reward_function asks the model through verl's router. "
-            f"Ask a server of yours there and set {key}=False, or make the model a judge (docs/judges.md)."
+            f"{key} = {value!r} can't be imported: your custom_reward_function sends requests to verl's router. Let it "
+            f"send them to a server of your own and set {key}=False, or make the model a judge (docs/judges.md)."
         )
     if not values.get(path_key):
         raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set it.")
@@ -215,14 +215,14 @@ def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     if not section.endswith(("overlong_buffer_cfg", "overlong_buffer")):
         if name == "max_resp_len":
             return same_as("data.max_response_length")(key, value, values)
-        raise ConfigError(f"{key} = {value!r} can't be imported: no reward here takes it")
+        raise ConfigError(f"{key} = {value!r} can't be imported: no reward of rayapp reads it")
     is_on = bool(values.get(f"{section}.enable"))
     if name == "len":
         return Landing(settings={"algorithm.overlong.buffer_tokens": int(value) if is_on else 0})
     if name == "penalty_factor" and is_on:
         return Landing(settings={"algorithm.overlong.penalty": float(value)})
     if name not in ("enable", "log", "penalty_factor"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: known here are enable, len, penalty_factor and log")
+        raise ConfigError(f"{key} = {value!r} can't be imported: supported are enable, len, penalty_factor and log")
     return Landing(note="goes with overlong_buffer.len")
 
 

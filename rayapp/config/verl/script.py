@@ -32,7 +32,7 @@ _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?])(\[[^\]]*\])?(.*)", re.DOTALL)
 _SEPARATORS = ("&&", "||", ";;", ";", "&", "|", "\n", "(", ")")
 _FALSE_HERE = ("python3 -c import torch_npu", "python -c import torch_npu", "command -v npu-smi", "npu-smi info")
-"""Commands with which scripts look for NPUs, which runs here don't use."""
+"""Commands with which scripts look for NPUs, which rayapp does not use."""
 _TESTS = ("[", "[[", "test", "true", "false", ":")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
@@ -66,7 +66,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     try:
         shell.run(list(_commands(text)))
     except (IndexError, RecursionError, re.error) as error:
-        raise ConfigError(f"verl script {path}: not a shell script that can be read: {error}") from error
+        raise ConfigError(f"verl script {path}: it is not a shell script that can be read: {error}") from error
     launches = list(dict.fromkeys(map(_launch, shell.launches)))
     launches = [launch for launch in launches if _trains(launch)] or launches
     if len(launches) != 1:
@@ -106,7 +106,8 @@ def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> Non
     ]
     if unknown:
         raise ConfigError(
-            f"verl script {path} uses values that can't be computed here; export the variables, or give these keys as "
+            f"verl script {path} uses values that can't be computed without running it; export the variables, or "
+            "give these keys as "
             "overrides after the script:\n  " + "\n  ".join(dict.fromkeys(unknown))
         )
 
@@ -343,7 +344,7 @@ class _Shell:
             before = self.variables.get(name, [] if isinstance(value, list) else "")
             value = [*_listed(before), *_listed(value)] if isinstance(before, list) else f"{before}{value}"
         if runs is None and value != self.variables.get(name):
-            value = f"{_OPEN}{name} is set only under a condition that is not known here{_CLOSE}"
+            value = f"{_OPEN}{name} is set only under a condition that is not known without running it{_CLOSE}"
         self.variables[name] = value
 
     def _command(self, words: list[str]) -> None:
@@ -550,7 +551,7 @@ def _captured(text: str, shell: _Shell) -> str:
                 break
     else:
         return "\n".join(printed)
-    return f"{_OPEN}$({' '.join(text.split())}) is a program, and a script is never run here{_CLOSE}"
+    return f"{_OPEN}$({' '.join(text.split())}) is a program, and rayapp never runs a script{_CLOSE}"
 
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {

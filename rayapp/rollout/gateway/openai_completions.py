@@ -86,7 +86,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
     """Return the prompts of a field that is a text, a list of ids, or a list of either."""
     many = [given] if isinstance(given, str) or _are_ids(given) else given
     if not isinstance(many, list) or not many or not all(isinstance(each, str) or _are_ids(each) for each in many):
-        raise refuse("prompt must be a text, a list of token ids, or a list of such")
+        raise refuse("prompt must be a string, a list of token ids, or a list of these")
     return tuple(each if isinstance(each, str) else tuple(each) for each in many)
 
 

@@ -74,7 +74,7 @@ def parse(text: str) -> Reference:
             return _local(kind, rest.removeprefix(f"{kind}:"), text)
     named, at, digest = rest.partition("@")
     if at and not _DIGEST.fullmatch(digest):
-        raise ImageError(f"image {text!r}: {digest!r} is no digest; write sha256: and 64 hexadecimal digits")
+        raise ImageError(f"image {text!r}: {digest!r} is not a digest; write sha256: and 64 hexadecimal digits")
     host, slash, path = named.partition("/")
     if not slash or not ("." in host or ":" in host or host == "localhost"):
         host, path = _DOCKER, named
@@ -82,7 +82,9 @@ def parse(text: str) -> Reference:
     if host == _DOCKER and "/" not in repository:
         repository = f"{_DOCKER_OFFICIAL}{repository}"
     if not (_REGISTRY.fullmatch(host) and _REPOSITORY.fullmatch(repository)) or (colon and not _TAG.fullmatch(tag)):
-        raise ImageError(f"image {text!r} is no name of an image; write REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:…")
+        raise ImageError(
+            f"image {text!r} is not the name of an image; write REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:…"
+        )
     if not (tag or digest):
         tag = _LATEST
     return Reference(kind="registry", registry=host, name=repository, tag=tag, digest=digest)

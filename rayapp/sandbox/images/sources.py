@@ -312,7 +312,7 @@ def _archive(reference: Reference) -> ArchiveSource:
         return ArchiveSource(reference, archive)
     if "manifest.json" in names:
         return SavedSource(reference, archive)
-    raise ImageError(f"{reference.name} is no archive of an image: it has neither index.json nor manifest.json")
+    raise ImageError(f"{reference.name} is not an archive of an image: it has neither index.json nor manifest.json")
 
 
 def _member(archive: tarfile.TarFile, path: str, reference: Reference) -> IO[bytes]:

@@ -169,7 +169,7 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
             pass
         layer.finish()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise BadLayerError(f"it is no archive of a layer: {type(error).__name__}: {error}") from error
+        raise BadLayerError(f"it is not the archive of a layer: {type(error).__name__}: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -304,7 +304,7 @@ class KruiseService:
         except httpx.HTTPError as error:
             raise SandboxUnavailableError(f"{what}: {type(error).__name__}: {error}") from None
         if answer.status_code < 300 and answer.content and _json(answer) is None:
-            raise SandboxProtocolError(f"{what}: {answer.status_code}: no JSON but {answer.text[:200]!r}")
+            raise SandboxProtocolError(f"{what}: {answer.status_code}: the answer is not JSON: {answer.text[:200]!r}")
         if answer.status_code < 300 or (gone_is_fine and answer.status_code == 404):
             return answer
         text = f"{what}: {answer.status_code}: {answer.text[:300]}"

@@ -66,7 +66,7 @@ class McpProvider:
         """Return a sandbox that this object created. Sessions can't be passed to another process."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
-            raise SandboxGoneError(f"sandbox {connection.sandbox_id} is not of this process, or has ended")
+            raise SandboxGoneError(f"sandbox {connection.sandbox_id} was not made by this process, or has ended")
         return self._sandbox(connection, known[0], spec)
 
     def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
@@ -114,7 +114,7 @@ class McpChannel:
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         if timeout_s > self.config.execution_timeout_s + 60:
             raise SandboxConfigError(
-                f"the task wants {timeout_s:g} s, the MCP server stops code after "
+                f"the task's time limit is {timeout_s:g} s, but the MCP server stops code after "
                 f"{self.config.execution_timeout_s} s: raise execution_timeout_s"
             )
         if self.config.tool == "once":
@@ -269,5 +269,5 @@ def _tool_error(text: str, tool: str) -> SandboxError:
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
     if "template" in text.lower():
-        return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's")
+        return SandboxConfigError(f"{said}. Check the template in sandbox.providers[] and in the task")
     return SandboxGoneError(said) if "not found" in text.lower() else SandboxProtocolError(said)

@@ -93,14 +93,16 @@ class _Relay:
     async def _hear(self, text: str) -> None:
         *lines, self._rest = (self._rest + text).split("\n")
         if len(self._rest) > 4 * PIECE_BYTES:
-            raise SandboxProtocolError("the relay in the sandbox writes lines without end")
+            raise SandboxProtocolError("the relay in the sandbox wrote a line that does not end")
         for line in lines:
             mark, _, rest = line.partition(" ")
             if mark == self._mark:
                 try:
                     await self._take(*parts_of(rest))
                 except (ValueError, KeyError, TypeError, zlib.error) as error:
-                    raise SandboxProtocolError(f"the relay in the sandbox writes nonsense: {error}") from None
+                    raise SandboxProtocolError(
+                        f"the relay in the sandbox wrote a line that can't be read: {error}"
+                    ) from None
 
     async def _take(self, number: int, data: bytes) -> None:
         if number == 0:

@@ -101,14 +101,16 @@ class RemoteSandbox:
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
         if not argv or not all(type(part) is str for part in argv):
-            raise TypeError(f"a command is one text or more, not {argv!r}")
+            raise TypeError(f"a command must be a list of one or more strings, not {argv!r}")
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
         """Open the sandbox's loopback; see `rayapp.sandbox.loopback`."""
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
-            raise SandboxConfigError(f"sandboxes of {self.provider} run no program that can be talked with")
+            raise SandboxConfigError(
+                f"sandboxes of {self.provider} can't run a program that stays connected to its input and output"
+            )
         return relayed(converse, timeout_s=self.margin_s)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:

@@ -147,7 +147,9 @@ def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
             try:
                 language = read_tests(as_json(truths[index].as_py())).language
             except InputError as error:
-                raise InputError(f"{group.path}, row {group.first_row + index}: no code problem: {error}") from error
+                raise InputError(
+                    f"{group.path}, row {group.first_row + index}: can't be used as a code problem: {error}"
+                ) from error
             languages |= {language} if language is not None else set()
     return languages
 

@@ -73,7 +73,7 @@ class Taskset:
         self.environment = load_environment(config.model_validate(options))
         taskset = self.environment.taskset
         if not given["size"] and not taskset.bounded:
-            raise ValueError("this taskset never ends: say how many of its rows with size")
+            raise ValueError("this taskset has no end: set size to the number of rows to use")
         self.tasks = list(islice(taskset, given["size"] or None))
 
     def prompts(self) -> list[Any]:

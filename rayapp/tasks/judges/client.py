@@ -36,8 +36,8 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
         if server_named(endpoint.base_url):
             raise ConfigError(
-                f"{endpoint.who} is at {endpoint.base_url}, a server that its run starts and ends. Serve the model "
-                "(vllm serve) and give that base_url."
+                f"{endpoint.who}: base_url is {endpoint.base_url}, a server that exists only while its run trains. "
+                "Serve the model (vllm serve) and give the base_url of that server."
             )
         self._endpoint = endpoint
         self._key = read_key(endpoint.api_key_env, endpoint.who)

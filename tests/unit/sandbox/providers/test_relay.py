@@ -38,12 +38,12 @@ def says(*lines: tuple[int, bytes] | str) -> Converse:
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        (["MARK one AAAA\n"], "writes nonsense"),
-        (["MARK 1 AAAA\n"], "writes nonsense"),
-        (["MARK 1 !\n"], "writes nonsense"),
-        (["MARK 0\n"], "writes nonsense"),
-        ([(0, b'{"port": "x"}')], "writes nonsense"),
-        (["x" * 1_000_000], "writes lines without end"),
+        (["MARK one AAAA\n"], "wrote a line that can't be read"),
+        (["MARK 1 AAAA\n"], "wrote a line that can't be read"),
+        (["MARK 1 !\n"], "wrote a line that can't be read"),
+        (["MARK 0\n"], "wrote a line that can't be read"),
+        ([(0, b'{"port": "x"}')], "wrote a line that can't be read"),
+        (["x" * 1_000_000], "wrote a line that does not end"),
         ([(number, b"GET /") for number in range(1, MOST_CONNECTIONS + 2)], "more connections than it may"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
 
     assert why({"type": "local"}).startswith("the local provider has images only")
     assert why({"type": "local"}, template="image:org/x:1") == ""
-    assert "no name of an image" in why({"type": "local"}, template="image:Org/x")
+    assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "local", "images": {"org/x:1": "image:oci:/x"}}) == ""
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
