@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,8 @@ class Learner:
         except BaseException:
             end_ranks()
             raise
+        self._is_first = True
+        """True until this process has trained a step, whose memory is compared with the plan."""
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
@@ -205,10 +207,15 @@ class Learner:
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
+        from rayapp.learner.memory.token_budget import beside_plan
+
+        learner, memory = self._learner, dict[str, float]()
+        is_first, self._is_first = self._is_first, False
         with about(step=step), self._borrowing_gpu(trains=True):
-            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.data_rank], groups)
+            with beside_plan(learner.config, learner.ranks.device, memory) if is_first else nullcontext():
+                metrics = learner.train_step(step, summaries, shares[learner.ranks.data_rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
-        return metrics
+        return metrics | memory
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
         """Take one step on this rank's demonstrations; see `rayapp.learner.supervised`."""

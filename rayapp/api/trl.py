@@ -652,7 +652,7 @@ FIELDS: dict[str, Rule] = {
     "shuffle_dataset": to("data.shuffle", bool),
     "train_sampling_strategy": only("random", why="data.shuffle orders the rows"),
     "use_cpu": no_effect("goes with vllm_mode"),
-    "full_determinism": only(False, why="runs on GPUs don't repeat exactly; synchronous runs on a CPU do"),
+    "full_determinism": to("run.deterministic", bool),
     "push_to_hub": only(False, why="the model is in the run folder: `rayapp model export`"),
     "neftune_noise_alpha": only(None, why="no noise is added to embeddings"),
     "label_smoothing_factor": only(0.0, why="the loss has no labels"),

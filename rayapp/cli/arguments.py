@@ -7,12 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
+
+if TYPE_CHECKING:
+    from rayapp.config.config import Config
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_BUDGET_SPENT = 1, 2, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
@@ -47,6 +49,8 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
         return
     if not file.is_file():
         raise InputError(f"--model-config {str(file)!r}: there is no such file. Give a model's config.json.")
+    from rayapp.config.config import with_values
+
     with tempfile.TemporaryDirectory(prefix="rayapp-model-") as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
         yield with_values(config, model={"path": folder})

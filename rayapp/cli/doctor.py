@@ -30,6 +30,7 @@ from rayapp.cli.arguments import (
     loaded_config,
     with_model_config,
 )
+from rayapp.config.agreement import gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, frozen_models, sources_of
 from rayapp.config.keys import LACKS_BASELINE
@@ -242,6 +243,17 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             "the CPU build is installed, but the config uses GPUs",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
         )
+    yield from _gpu_computes(config)
+
+
+def _gpu_computes(config: Config) -> Iterator[Finding]:
+    import torch
+
+    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+        return
+    for problem in gpu_problems(config, torch.cuda.get_device_capability()):
+        what, _, cure = problem.rpartition(": ")
+        yield Finding("problem", "GPU", what, cure=cure)
 
 
 def _check_model(config: Config, *, has_weights: bool) -> None:
@@ -421,8 +433,8 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     """Yield problems that `rayapp plan` finds for this machine's GPUs, if it has any."""
     if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
         return
-    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
-    from rayapp.learner.memory.plan import plan_gpu, plan_server, with_token_budget
+    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between, without_autos
+    from rayapp.learner.memory.plan import plan_gpu, plan_server
     from rayapp.learner.memory.shape import gpu_here, model_shape
     from rayapp.learner.memory.speed import generate, late
 
@@ -432,7 +444,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
         return  # unknown GPU, or a bad model, which another check reports
     if gpu is None:
         return
-    config = with_token_budget(shape, config, gpu.room)
+    config = without_autos(shape, config, gpu)
     if not plan_gpu(shape, config, gpu).fits:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"

@@ -1,8 +1,9 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Each command's module has an `app`, a Typer. It imports other modules only when the command runs, so that `rayapp
---help` starts at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 3 the budget is spent, 130 interrupted.
-Errors that a user can correct are printed as one message without a traceback.
+Each command's module has an `app`, a Typer. The module is imported when the command runs, so that no command waits for
+the imports of another one; `COMMANDS` has the lines that `rayapp --help` prints. Exit codes: 0 done, 1 failed, 2 bad
+config or input, 3 the budget is spent, 130 interrupted. Errors that a user can correct are printed as one message
+without a traceback.
 
 Two short commands are defined here: `rayapp sync` uploads the files that a run on s3:// left on this machine and then
 empties its staging folder; `rayapp plugins` lists installed plug-ins and checks that they load and keep their contract.
@@ -10,6 +11,7 @@ empties its staging folder; `rayapp plugins` lists installed plug-ins and checks
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import locale
@@ -17,22 +19,93 @@ import logging
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from rayapp.cli import config, data, doctor, jobs, model, plan, sandbox, score, serve, task, train, trying, view
 from rayapp.cli.arguments import EXIT_BUDGET_SPENT, EXIT_FAILED, EXIT_USER_ERROR
-from rayapp.cli.gpu_check import command as gpu_check
-from rayapp.cli.kuberay import command as kuberay
 from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, UserError, first_line
 from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("train:app", "Train as CONFIG says."),
+    "eval": (
+        "train:app",
+        "Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON.",
+    ),
+    "sft": ("train:app", "Train on demonstrations as section `warmup` of CONFIG says."),
+    "serve": (
+        "serve:app",
+        "Serve chat completions, completions, responses and messages, e.g. for other evaluation harnesses.",
+    ),
+    "score": ("score:app", "Score completions as training would: in the sandbox, one JSON line each."),
+    "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
+    "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
+    "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
+    "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
+    "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),
+    "gpu-check": (
+        "gpu_check.command:app",
+        "Check driver, GPU links, matrix products, vLLM, each weight transport and three steps of training.",
+    ),
+    "submit": ("jobs:app", "Train as a job of a Ray cluster."),
+    "stop": ("jobs:app", "Stop jobs and wait until each has saved its checkpoint and returned its sandboxes."),
+    "status": ("jobs:app", "List the jobs of a Ray cluster: job, status, seconds, run, and Ray's message."),
+    "render-k8s": (
+        "kuberay.command:app",
+        "Write the Kubernetes manifests of a run as plain YAML, for `kubectl apply -f FOLDER`.",
+    ),
+    "config": ("config:app", "Look at configurations."),
+    "data": ("data:app", "Prepare training data."),
+    "task": ("task:app", "Work with tasks."),
+    "try": ("trying:app", "Try a reward or a tool without training."),
+    "model": ("model:app", "Fetch models, and check whether a model can be trained."),
+    "sandbox": ("sandbox:app", "Test this node's isolation, and run code in sandboxes."),
+    "images": ("sandbox:images_app", "The cache of images that local sandboxes run on."),
+}
+"""Commands and groups, each with its Typer as `module:variable` of this package and the first sentence of its help."""
+
+
+class _Deferred(TyperCommand):
+    """A command whose module is imported when the command is parsed, not when it is listed."""
+
+    def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
+        return load_command(self.name or "").make_context(info_name, args, *given, **extra)
+
+
+def load_command(name: str) -> TyperCommand | TyperGroup:
+    """Import the module of a command or group of `COMMANDS` and return the command."""
+    loaded = _loaded(COMMANDS[name][0])
+    if isinstance(loaded, TyperGroup) and name in loaded.commands:  # a Typer of several commands, e.g. train and eval
+        loaded = loaded.commands[name]  # type: ignore[assignment]
+    return loaded
+
+
+@cache
+def _loaded(place: str) -> TyperCommand | TyperGroup:
+    module, _, variable = place.partition(":")
+    typed: typer.Typer = getattr(importlib.import_module(f"rayapp.cli.{module}"), variable)
+    _show_as_written(typed)
+    return typer.main.get_command(typed)  # type: ignore[return-value]
+
+
+class _Commands(TyperGroup):
+    """The commands of `COMMANDS`, then those defined in this module."""
+
+    def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
+        deferred = {name: _Deferred(name, help=line) for name, (_, line) in COMMANDS.items()}
+        models = _Deferred("model", hidden=True)  # a second name of the group
+        super().__init__(commands={**deferred, **commands, "models": models}, **settings)
+
+
 app = typer.Typer(
     name="rayapp",
+    cls=_Commands,
     help="Post-train language models with GRPO on tasks where the model's own code runs in sandboxes.",
     epilog="Start with: rayapp doctor, then rayapp train configs/coding_warmup_cpu.yaml",
     no_args_is_help=True,
@@ -58,39 +131,12 @@ def _program(
     """Options of the program itself."""
 
 
-GROUPS = {
-    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox,
-}  # fmt: skip
-for command in (
-    train,
-    serve,
-    score,
-    view,
-    doctor,
-    plan,
-    gpu_check,
-    jobs,
-    kuberay,
-):
-    app.add_typer(command.app)
-for name, group in GROUPS.items():
-    app.add_typer(group.app, name=name)
-app.add_typer(sandbox.images_app, name="images")
-
-
 def _show_as_written(typed: typer.Typer) -> None:
     """Escape brackets in help texts (YAML lists in examples), which rich would read as markup. Run once per Typer."""
     for command in typed.registered_commands:
         # Join the source's lines: the terminal wraps them to its own width.
         command.help = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command.callback) or ""))
         command.epilog = escape(command.epilog or "")
-    for group in typed.registered_groups:
-        if group.typer_instance is not None:
-            _show_as_written(group.typer_instance)
-
-
-_show_as_written(app)
-app.add_typer(model.app, name="models", hidden=True)  # a second name for a Typer that is escaped already
 
 
 def main() -> None:

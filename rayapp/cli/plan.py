@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
+from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
@@ -21,6 +22,7 @@ from rayapp.learner.memory.nearest import (
     largest_server_share,
     nearest_that_fits,
     overrides_between,
+    without_autos,
 )
 from rayapp.learner.memory.plan import (
     GpuPlan,
@@ -31,7 +33,6 @@ from rayapp.learner.memory.plan import (
     plan_model_servers,
     plan_node,
     plan_server,
-    with_token_budget,
 )
 from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
@@ -51,10 +52,11 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     Raises:
         InputError: the model is unknown.
     """
-    shape = model_shape(config)
-    if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, gpu.room)
-        print(f"learner.max_tokens_per_microbatch is auto: planned with {config.learner.token_budget}")
+    shape, given = model_shape(config), config
+    config = without_autos(shape, config, gpu)
+    for override in overrides_between(given, config):
+        key, _, value = override.partition("=")
+        print(f"{key} is auto: planned with {value}")
     plan = plan_gpu(shape, config, gpu)
     for line in plan_lines(shape, config, gpu, plan):
         print(line)
@@ -65,11 +67,14 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     others = list(plan_model_servers(config, gpu.room))
     for section, server in others:
         print(model_server_line(section, server))
+    wrong = gpu_problems(config, CAPABILITIES[gpu.name]) if gpu.name in CAPABILITIES else []
+    for problem in wrong:
+        print(f"CAN'T RUN {problem}")
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
     print(CALIBRATION)
-    return plan.fits and not missed and all(server.kv_tokens for _, server in others)
+    return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
 
 def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
@@ -108,7 +113,7 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
     """Yield a line if servers could have a larger share of the GPU, with the time that generation would gain."""
-    now, most = config.server.gpu_memory_utilization, largest_server_share(shape, config, gpu)
+    now, most = config.server.gpu_share, largest_server_share(shape, config, gpu)
     if not plan.fits or most <= now:
         return
     larger = with_values(config, server={"gpu_memory_utilization": most})
@@ -175,7 +180,7 @@ def _needs(config: Config, plan: GpuPlan) -> Iterator[tuple[str, int, str]]:
     yield "while weights are sent", plan.sending, buffers + awake
     beside = plan.beside_server - server.graphs
     stays = f" + {_gib(beside)} learner while a replaced server gets its weights" if plan.is_shared else ""
-    share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_memory_utilization:g}"
+    share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_share:g}"
     yield "while generating", plan.generating, f"{share} + {_gib(server.graphs)} graphs{stays}"
 
 
@@ -226,7 +231,11 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help=f"{', '.join(GPUS)}; default: this machine's GPUs. A config for CPU needs no GPU.")
+        str,
+        typer.Option(
+            help=f"{', '.join(GPUS)}, or its figures, memory_gib=94,memory_gb_s=3900,tflops=835; default: this "
+            "machine's GPUs. A config for CPU needs no GPU."
+        ),
     ] = "",
     model_config: ModelConfig = None,
     simulate: Annotated[

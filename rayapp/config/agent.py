@@ -23,13 +23,15 @@ DATA_FILES = (".parquet", ".jsonl", ".json")
 """Suffixes of data files, whose rows are trained on."""
 BENCHMARK = "benchmark:"
 """Prefix of a reference to a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl."""
+SWE = "swe:"
+"""Prefix of a file of tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER."""
 AUTO = "auto"
 
 
 def is_data_file(reference: str) -> bool:
     """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
     is_file = reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
-    return is_file and not reference.startswith(BENCHMARK)
+    return is_file and not reference.startswith((BENCHMARK, SWE))
 
 
 class DataSection(FrozenModel):

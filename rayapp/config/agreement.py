@@ -1,4 +1,4 @@
-"""The checks of a run's keys against each other. Each error names both values and the way out."""
+"""Checks a run's keys against each other. Each error names both values and how to correct them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayapp.config.other_models import SCHEME, JudgeSection, server_named
 
 
 def check_agreement(config: Keys) -> None:
-    """Check settings against each other. Raises ValueError, with both values and the way out."""
+    """Check settings against each other. Raises ValueError with both values and how to correct them."""
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
@@ -31,6 +31,8 @@ def check_agreement(config: Keys) -> None:
     _kl_in_reward_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
+    _rounding_is_corrected(config)
+    _repeats(config)
 
 
 def _model_servers_fit(config: Keys) -> None:
@@ -114,8 +116,9 @@ def _external_agents_fit(config: Keys) -> None:
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(
-                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
-                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                f"{where}agent.external.inside: an agent may run for agent.external.timeout_s = {external.timeout_s:g} "
+                f"s, but its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                ""
                 f"sandbox.lease_ttl_s to {least_s:g}, or lower timeout_s."
             )
         if not config.learner.share_prefixes:
@@ -165,13 +168,13 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
             )
         if judge.kind == "pairwise" and own.rollout.group_size < 2:
             raise ValueError(
-                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, and "
+                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, but "
                 "rollout.group_size is 1. Raise rollout.group_size, or use another kind of judge."
             )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
-                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
+                f"{deadline_s:g}, within which a group must also be judged: lower timeout_s, or raise the deadline."
             )
 
 
@@ -211,8 +214,8 @@ def _dapo_fits(config: Keys) -> None:
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
-            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
-            "that have no weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "algorithm.dynamic_sampling drops groups of equal rewards, but distillation.reward_weight is 0: rewards "
+            "without a weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
             "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
@@ -230,8 +233,8 @@ def _groups_suffice(config: Keys) -> None:
         return
     if estimator in NEEDS_GREEDY_BASELINE:
         raise ValueError(
-            f"rollout.group_size is 1, and the last trajectory of a group is the greedy baseline of {estimator}: none "
-            "would be trained on. Use 2 or more."
+            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
+            "greedy baseline: none would be trained on. Use 2 or more."
         )
     if config.compares_groups:
         raise ValueError(
@@ -253,8 +256,8 @@ def _kl_in_reward_fits(config: Keys) -> None:
     if section.control == "adaptive" and sequences >= 5 * section.horizon:
         raise ValueError(
             f"algorithm.kl_in_reward.horizon is {section.horizon}, but a step has train.groups_per_step x "
-            f"rollout.group_size = {sequences} trajectories, which could move the coefficient by 0.2 x {sequences} / "
-            f"{section.horizon} of itself, to 0 or below. Use a horizon above {sequences // 5}."
+            f"rollout.group_size = {sequences} trajectories, which could change the coefficient by the factor 0.2 x "
+            f"{sequences} / {section.horizon}, to 0 or below. Use a horizon above {sequences // 5}."
         )
 
 
@@ -263,8 +266,8 @@ def _tasks_or_data(config: Keys) -> None:
         for key, given in (("tasks", config.tasks), ("eval.tasks", config.eval.tasks)):
             if given:
                 raise ValueError(
-                    f"{key} ({', '.join(given)}) and sources are both set: {key} is short for a run with one source. "
-                    "Move these tasks into a source, or remove {key}."
+                    f"{key} ({', '.join(given)}) and sources are both set: {key} is a short form for a run with one "
+                    f"source. Move these tasks into a source, or remove {key}."
                 )
         return
     _one_kind(config)
@@ -339,10 +342,17 @@ def _placement_fits(config: Keys) -> None:
             f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
             f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
         )
-    if config.train.max_staleness > 0:
+    if config.train.partial_rollouts and config.learner.router_replay:
+        raise ValueError(
+            "train.partial_rollouts and learner.router_replay are both true on shared GPUs, where kept tokens are "
+            "computed again with new weights: their experts would not be those that sampled them. Use one of the two, "
+            "or placement split."
+        )
+    if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
+            "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
+            "placement split."
         )
 
 
@@ -384,3 +394,75 @@ def _sequence_fits_microbatch(config: Keys) -> None:
             f"micro-batch. Raise learner.max_tokens_per_microbatch to at least {-(-longest // parts)}, or "
             "learner.sequence_parallel."
         )
+
+
+def _rounding_is_corrected(config: Keys) -> None:
+    server, level = config.server, config.algorithm.rollout_correction.level
+    if server.is_rounded and level != "token":
+        key = "quantization" if server.quantization != "none" else "kv_cache_dtype"
+        raise ValueError(
+            f"server.{key} is {getattr(server, key)}, but algorithm.rollout_correction.level is {level}: the servers "
+            "would sample from another policy than the learners train, uncorrected. Set "
+            "algorithm.rollout_correction.level: token; the metrics rollout_probs_diff/* show the difference."
+        )
+
+
+INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
+"""Attention backends that vLLM 0.30 calls batch-invariant."""
+
+
+def _repeats(config: Keys) -> None:
+    if not config.run.deterministic:
+        return
+    if config.train.max_staleness > 0:
+        raise ValueError(
+            f"run.deterministic is true and train.max_staleness is {config.train.max_staleness}: which weights sample "
+            "a token would depend on the processes' speed. Set train.max_staleness: 0."
+        )
+    args = config.server.engine_args
+    backend = str(args.get("attention_backend") or INVARIANT_BACKENDS[0]).upper()
+    if backend not in INVARIANT_BACKENDS:
+        raise ValueError(
+            f"run.deterministic is true and server.engine_args.attention_backend is {backend}, whose results depend on "
+            f"the batch. Use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
+        )
+    if args.get("speculative_config"):
+        raise ValueError(
+            "run.deterministic is true and server.engine_args.speculative_config is set: the number of tokens that a "
+            "draft gets right decides the batches. Leave it out."
+        )
+
+
+CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0),
+    "gb200": (10, 0), "rtx5090": (12, 0),
+}  # fmt: skip
+"""CUDA's compute capability by kind of GPU, as `rayapp plan --gpu` names it."""
+_FP8, _AMPERE = (8, 9), (8, 0)
+
+
+def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
+    """Return the settings that vLLM 0.30 can't compute on GPUs of this compute capability, each with the way out."""
+    server, shown = config.server, ".".join(map(str, capability))
+    problems = []
+    if server.kv_cache_dtype == "fp8" and capability < _FP8:
+        problems.append(
+            f"server.kv_cache_dtype is fp8, which vLLM computes from compute capability 8.9 on; this GPU has {shown}: "
+            "use auto"
+        )
+    if server.quantization == "fp8_per_channel" and capability < _FP8:
+        problems.append(
+            f"server.quantization is fp8_per_channel, whose kernels need compute capability 8.9; this GPU has {shown}: "
+            "use fp8_per_tensor, which is slower there, or none"
+        )
+    if config.run.deterministic and capability < _AMPERE:
+        problems.append(
+            f"run.deterministic needs compute capability 8.0 for vLLM's batch-invariant kernels; this GPU has {shown}: "
+            "leave it out"
+        )
+    if config.run.deterministic and server.quantization != "none" and capability < _FP8:
+        problems.append(
+            f"run.deterministic and server.quantization need compute capability 8.9 together, as Marlin's kernels "
+            f"depend on the batch; this GPU has {shown}: use one of the two"
+        )
+    return problems

@@ -64,7 +64,8 @@ def frozen_models(config: Config) -> dict[str, Config]:
 def alone(config: Config, server: ModelServerSection) -> Config:
     """Return the config with a model server's model as the policy, so that the policy's checks and plan apply to that
     model."""
-    own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
+    own: dict[str, Any] = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
+    own |= {"quantization": "none", "kv_cache_dtype": "auto"}  # of the policy's servers
     return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 

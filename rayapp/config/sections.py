@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.engine_args import check_engine_args
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
 from rayapp.core.files import Location
@@ -45,7 +46,11 @@ class RunSection(FrozenModel):
     A run resumes only if all other keys that affect training are unchanged."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of prompt order, sampling and hidden tests. On a CPU, a synchronous run repeats exactly with the same seed
-    and configuration."""
+    and configuration; on GPUs also set `deterministic`."""
+    deterministic: bool = False
+    """Compute on GPUs, too, the same bits from the same seeds: vLLM's batch-invariant kernels in the servers,
+    deterministic kernels and NCCL's ring in the learners. Only for synchronous runs; slower
+    (docs/scale.md#the-same-bits-on-gpus). Synchronous runs on a CPU repeat anyway."""
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -129,9 +134,44 @@ class TrainSection(FrozenModel):
     synchronous. Above 0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches
     1 every ratio is 1 and clipping has no effect on samples of older weights. On a single CPU, values above 0 are
     slower: sampling and training share its cores."""
+    partial_rollouts: bool = False
+    """Partial rollouts: when groups_per_step groups are whole, stop sampling, keep the tokens of the others with their
+    policy versions, train, and go on with the new weights. Needs max_staleness above 0, which bounds the age of kept
+    tokens. The servers rest while the learners train, so it also fits shared GPUs (docs/scale.md#partial-rollouts)."""
+    extra_groups: int | None = Field(None, ge=1)
+    """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
+    which is also the most."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. null: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
+    stays within max_staleness. null: groups_per_step, with partial_rollouts that times max_staleness. 0: strictly in
+    order. Synchronous runs are always in order."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if servers and learners never compute at the same time."""
+        return self.max_staleness == 0 or self.partial_rollouts
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Maximum number of groups that are admitted and not yet trained."""
+        most = self.max_staleness * self.groups_per_step
+        return self.groups_per_step + (most if self.extra_groups is None else self.extra_groups)
+
+    @model_validator(mode="after")
+    def _groups_in_flight_fit(self) -> Self:
+        most = self.max_staleness * self.groups_per_step
+        if self.partial_rollouts and self.max_staleness == 0:
+            raise ValueError(
+                "partial_rollouts is true and max_staleness is 0: tokens that are kept over a weight sync are a step "
+                "old. Set max_staleness: 1 or more."
+            )
+        if self.extra_groups is not None and self.extra_groups > most:
+            raise ValueError(
+                f"extra_groups is {self.extra_groups}, but max_staleness {self.max_staleness} x groups_per_step "
+                f"{self.groups_per_step} = {most}: the last of these groups would be too old when they are trained. "
+                f"Use {f'at most {most}' if most else 'a larger max_staleness'}."
+            )
+        return self
 
 
 class WarmupSection(FrozenModel):
@@ -165,8 +205,9 @@ class ServerSection(FrozenModel):
     """Number of GPUs of one node over which a server splits the model."""
     dtype: Dtype = "bfloat16"
     """Number format of the servers' weights and computation."""
-    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
-    """Share of the GPU's memory that vLLM takes; unused on CPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
+    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that fits by the plan, less 3%
+    of the GPU (docs/scale.md)."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
@@ -196,15 +237,43 @@ class ServerSection(FrozenModel):
     share the learners'. gloo works like nccl, for machines without GPUs."""
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
+    quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"
+    """Rounding of the servers' linear layers after each sync, by vLLM's names, while the learner keeps its own weights.
+    With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
+    algorithm.rollout_correction.level: token (docs/scale.md#fp8)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Number format of the KV cache. auto: as server.dtype. fp8: half the bytes, so twice the tokens; needs GPUs and
+    algorithm.rollout_correction.level: token."""
+    engine_args: Mapping[str, Any] = {}
+    """Further arguments of the installed vLLM's AsyncEngineArgs by their own names, e.g. {attention_backend:
+    FLASH_ATTN}. Arguments that have a key here, or contradict what the run relies on, are refused with the reason
+    (docs/scale.md#arguments-of-vllm)."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if servers round weights, or keys and values, that the learner does not round."""
+        return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     def is_eager(self, *, on_gpu: bool) -> bool:
         """Return True if vLLM neither compiles nor captures graphs."""
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
 
     @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization` as a number. A server replaces auto before this is read."""
+        assert not isinstance(self.gpu_memory_utilization, str), "auto was not replaced by a number"
+        return self.gpu_memory_utilization
+
+    @property
     def gpu_batched_tokens(self) -> int:
         """Maximum number of tokens that a server on GPUs computes in one step."""
         return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
+
+    @field_validator("engine_args", mode="after")
+    @classmethod
+    def _vllm_has_them(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_engine_args(values)
+        return values
 
     @model_validator(mode="after")
     def _batch_holds_sequences(self) -> Self:

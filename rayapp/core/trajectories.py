@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.core.types import Fork, Group, GroupSummary
+from rayapp.core.types import Fork, Group, GroupSummary, Trajectory, VersionSpan
 
 Int64Array = NDArray[np.int64]
 
@@ -88,4 +89,14 @@ def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
         time_total_s=time_total_s,
         source=group.prompt.source,
         mean_prompt_tokens=float(np.mean(begun)) if begun else float(group.prompt.token_ids.size),
+        tokens_by_version=tuple(map(_tokens_by_version, trajectories)),
     )
+
+
+def _tokens_by_version(trajectory: Trajectory) -> Mapping[int, int]:
+    counts: Counter[int] = Counter()
+    for turn in trajectory.turns:
+        whole = VersionSpan(policy_version=turn.policy_version, num_tokens=turn.end - turn.start)
+        for span in turn.version_spans or (whole,):
+            counts[span.policy_version] += span.num_tokens
+    return dict(counts)

@@ -407,6 +407,8 @@ class GroupSummary:
     """Name of the run's source, as in `Prompt`."""
     mean_prompt_tokens: float = 0.0
     """Mean over trajectories with sampled tokens; the prompt's length if there are none."""
+    tokens_by_version: tuple[Mapping[int, int], ...] = ()
+    """(G,) policy version -> number of tokens that it sampled."""
 
 
 class ExecOutcome(StrEnum):

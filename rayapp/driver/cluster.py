@@ -142,8 +142,9 @@ class Cluster:
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
-        """Before a training step, put servers to sleep that share the learners' GPUs. The next sync wakes them."""
-        if self.config.cluster.placement == "split":
+        """Before a training step, put servers to sleep that share the learners' GPUs, or whose requests are kept. The
+        next sync wakes them."""
+        if self.config.cluster.placement == "split" and not self.config.train.partial_rollouts:
             return
         while failed := await self._put_to_sleep():
             await self._replace(failed)  # the replacement is awake

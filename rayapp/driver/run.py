@@ -125,6 +125,7 @@ def _open_store(
     return TrajectoryStore(
         groups_per_step=train.groups_per_step,
         max_staleness=train.max_staleness,
+        max_in_flight=train.max_groups_in_flight,
         version=version,
         num_groups=(train.num_steps - version) * train.groups_per_step,
         next_group_id=next_group_id,
@@ -137,8 +138,9 @@ def _open_store(
 
 def straggler_window(config: Config) -> int:
     """Return how many groups may be trained before an earlier one that is still being generated."""
-    window = config.train.straggler_window
-    return config.train.groups_per_step if window is None else window
+    train = config.train
+    steps = train.max_staleness if train.partial_rollouts else 1
+    return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:

@@ -4,10 +4,11 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups. Only `release` frees slots, and the
-driver calls it after the new weights have reached every server: if a slot were free earlier, a prompt would start on
-weights that are about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
-`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored references are opaque.
+The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or fewer (`max_in_flight`). Only
+`release` frees slots, and the driver calls it after the new weights have reached every server: if a slot were free
+earlier, a prompt would start on weights that are about to be replaced. So a group is never older than `max_staleness`
+optimizer steps, and with `max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored
+references are opaque.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class TrajectoryStore(Generic[RefT]):
     Args:
         groups_per_step: groups that one optimizer step trains on.
         max_staleness: optimizer steps a group may be behind the weights that train on it.
+        max_in_flight: untrained groups at once; None: `(max_staleness + 1) * groups_per_step`, the most.
         version: policy version that the servers hold now.
         num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
         next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
@@ -74,6 +76,7 @@ class TrajectoryStore(Generic[RefT]):
         *,
         groups_per_step: int,
         max_staleness: int,
+        max_in_flight: int | None = None,
         version: int,
         num_groups: int,
         next_group_id: int = 0,
@@ -85,7 +88,7 @@ class TrajectoryStore(Generic[RefT]):
         self._refuses = refuses
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._capacity = (max_staleness + 1) * groups_per_step
+        self._capacity = max_in_flight or (max_staleness + 1) * groups_per_step
         self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
@@ -184,7 +187,7 @@ class TrajectoryStore(Generic[RefT]):
 
     def _place(self, group_id: int) -> int:
         """Return the group's index among those admitted for the next step; below 0 for groups of earlier steps."""
-        return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
+        return group_id - self._step_first_id - (self._capacity - self._groups_per_step)
 
     def _count_dropped(self, group_id: int, reason: str) -> None:
         self.dropped_for[reason] += 1

@@ -26,13 +26,21 @@ import numpy as np
 import psutil
 
 from rayapp.config.config import Config
+from rayapp.config.engine_args import check_installed_engine_args
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.names import UNUSED_BY_VLLM, large_imports
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
-from rayapp.engine.vllm_arguments import adapter_request, is_adapter, is_on_gpu, set_process_environment, vllm_args
+from rayapp.engine.vllm_arguments import (
+    adapter_request,
+    check_gpu,
+    is_adapter,
+    is_on_gpu,
+    set_process_environment,
+    vllm_args,
+)
 from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
@@ -83,6 +91,8 @@ class VllmEngine:
         """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
         self._num_held = 0
         """Number of tensors of the last update that were checked to be as the learner sent them."""
+        self._is_holding = False
+        """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
         """Lock held while requests start or weights are replaced, because starting a request would wake a frozen
         engine."""
@@ -95,7 +105,10 @@ class VllmEngine:
             engine_args: vLLM's engine arguments that override those from the configuration.
         Raises:
             EngineError: vLLM could not start; the message has the reason.
+            ConfigError: this machine's vLLM or GPU does not have what the configuration asks for.
         """
+        check_installed_engine_args(config.server.engine_args)
+        check_gpu(config)
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
         with large_imports(*UNUSED_BY_VLLM):
@@ -248,8 +261,7 @@ class VllmEngine:
         if self._updating is not None:
             raise WeightSyncError("an earlier weight update never ended: the engine may hold a mixture of two versions")
         self._updating = carried
-        await self._changing.acquire()
-        await self._freeze()
+        await self._hold()
         # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the update.
         await self._transfer("wake", self._wake("weights"))
         if carried == "group":
@@ -301,7 +313,7 @@ class VllmEngine:
         if self._versions.num_open:
             await self._resume()
         self._updating = None
-        self._changing.release()
+        self._let_go()
 
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
         try:
@@ -309,25 +321,34 @@ class VllmEngine:
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
-    async def sleep(self) -> bool:
+    async def sleep(self, *, keeps_requests: bool = False) -> bool:
         """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent.
 
         Not run on a GPU yet.
 
+        Args:
+            keeps_requests: stop requests in flight between two tokens, on a CPU, too, and continue them after the next
+                weights, on a GPU with keys and values that the new weights compute again. Otherwise wait until they
+                end.
         Raises:
             EngineDeadError: the engine does not answer.
             WeightSyncError: a weight update never ended, so the weights are in use; the engine must be replaced.
         """
-        if not self._engine.model_config.enable_sleep_mode:
+        sleeps = self._engine.model_config.enable_sleep_mode
+        if not sleeps and not keeps_requests:
             return False
         if self._updating is not None:
             raise WeightSyncError("it can't sleep: its last weight update never ended")
-        if self._is_asleep:
-            return True
+        if keeps_requests:
+            await self._hold()
+        if self._is_asleep or not sleeps:
+            return self._is_asleep
         await self.pause()
         try:
-            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases.
-            await self._engine.sleep(level=1)
+            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases. With
+            # "keep" vLLM preempts the kept requests, which lose their keys and values, and queues them again.
+            await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
+            self._load.forgive(self._versions.num_open)
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
         self._is_asleep = True
@@ -337,6 +358,7 @@ class VllmEngine:
         """Take back the memory that `sleep` freed, with the same weights as before. Idempotent."""
         await self._wake("weights")
         await self._wake_kv_cache()
+        self._let_go()
 
     async def _wake(self, what: str) -> None:
         if self._is_asleep:
@@ -353,6 +375,18 @@ class VllmEngine:
         if not self._is_paused:
             await self._engine.pause_generation(mode="wait", clear_cache=False)
             self._is_paused = True
+
+    async def _hold(self) -> None:
+        """Freeze the requests in flight, and start none until `_let_go`. Idempotent."""
+        if not self._is_holding:
+            await self._changing.acquire()
+            self._is_holding = True
+            await self._freeze()
+
+    def _let_go(self) -> None:
+        if self._is_holding:
+            self._is_holding = False
+            self._changing.release()
 
     async def _freeze(self) -> None:
         """Stop all requests between two tokens, and count the tokens that the current weights have sampled."""

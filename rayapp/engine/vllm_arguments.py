@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
@@ -93,12 +95,15 @@ WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 def set_process_environment(config: Config) -> None:
     """Set the variables that vLLM reads when it is imported; the engine's processes inherit them."""
     threads = config.server.cpu_threads or share_of_cores(
-        config.server.num_servers, is_synchronous=config.train.max_staleness == 0, model=config.model.path
+        config.server.num_servers, is_synchronous=config.train.takes_turns, model=config.model.path
     )
     # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
     # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if config.run.deterministic and is_on_gpu(config):
+        # On a CPU cohorts suffice: equal batches are computed alike.
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM puts even that one behind its multi-process executor,
     # which spins on a queue and pins threads: 1.6 times slower on 2 cores.
@@ -106,6 +111,13 @@ def set_process_environment(config: Config) -> None:
     if tp > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         cores = sorted(os.sched_getaffinity(0))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+
+
+def gpu_bytes() -> int:
+    """Return the memory of this machine's first GPU; 0 on CPU. Makes no CUDA context, after which vLLM can't fork."""
+    from vllm.platforms import current_platform
+
+    return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
 def vllm_args(config: Config) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # unused on CPU
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
@@ -135,8 +147,11 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "hf_overrides": partial(as_vllm_reads_it, max_position_embeddings=config.model.max_position_embeddings),
         "enable_return_routed_experts": config.learner.router_replay,
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
+        "quantization": None if server.quantization == "none" else server.quantization,
+        "kv_cache_dtype": server.kv_cache_dtype,
         **_transfer_args(config),
         **adapter_args(config),
+        **server.engine_args,
     }
 
 
@@ -177,3 +192,16 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def check_gpu(config: Config) -> None:
+    """Check that this process's GPU can compute the configuration; do nothing on a CPU.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    import torch
+
+    problems = gpu_problems(config, torch.cuda.get_device_capability()) if is_on_gpu(config) else ()
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -97,7 +97,7 @@ class EngineLoad:
     ) -> None:
         self._running = self._waiting = 0
         self._kv_used = 0.0
-        self._prefix_queries = self._prefix_hits = self._preempted = 0
+        self._prefix_queries = self._prefix_hits = self._preempted = self._forgiven = 0
         self._on_step = on_step
         self._on_tokens = on_tokens
 
@@ -110,6 +110,9 @@ class EngineLoad:
     ) -> None:
         """Record a step's statistics; vLLM calls it after each step, with None for missing statistics."""
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+        forgiven = min(self._forgiven, num_preempted)
+        self._forgiven -= forgiven
+        num_preempted -= forgiven
         self._preempted += num_preempted
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
             self._on_tokens()
@@ -121,6 +124,10 @@ class EngineLoad:
         self._prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self._prefix_hits += scheduler_stats.prefix_cache_stats.hits
         self._on_step(self._kv_used, num_preempted)
+
+    def forgive(self, num_requests: int) -> None:
+        """Leave the next preemptions of so many requests out: sleep preempted them, not the lack of KV cache."""
+        self._forgiven = num_requests
 
     def log_engine_initialized(self) -> None:
         """Does nothing; vLLM calls it."""

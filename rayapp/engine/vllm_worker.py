@@ -20,7 +20,7 @@ from typing import Any
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unpack
-from rayapp.engine.weights.held import held_experts, held_parts, pack_experts
+from rayapp.engine.weights.held import check_rounded, held_experts, held_parts, keep_sent_parts, pack_experts
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
 
 # Every worker imports this module before it makes its weight-transfer engine.
@@ -57,7 +57,7 @@ class WeightUpdateExtension:
             return load_adapter(self.model_runner, unpack(entries, data))
         # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and they
         # have no weight_loader for a second one.
-        mend_reload(self.model_runner.get_model())
+        self._mend()
         self.reload_weights(weights_iterator=unpack(entries, data))
         return self.seal_weights(checksums)
 
@@ -76,17 +76,23 @@ class WeightUpdateExtension:
         held = _check(
             "are held", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
         )
+        held |= check_rounded(model, checksums)
         # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
         pack_experts(model)
         return len(held)
 
     def leave_weight_group(self) -> None:
         """Destroy the weight group, if there is one, before joining another: vLLM would leak its GPU memory."""
-        mend_reload(self.model_runner.get_model())
+        self._mend()
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
             group.destroy()
             self.weight_transfer_engine.model_update_group = None
+
+    def _mend(self) -> None:
+        """Prepare the model for loads of new weights. Idempotent."""
+        mend_reload(self.model_runner.get_model())
+        keep_sent_parts(self.model_runner.get_model())
 
     def seed_sampling(self, seed: int) -> None:
         """Seed the generator that all requests share, for runners that have one."""

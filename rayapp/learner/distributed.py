@@ -84,6 +84,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     Args:
         master_port: port of rank 0's store; unused when there is only one rank.
     """
+    use_deterministic_kernels(config)
     device = learner_device(config)
     use_threads(config, world_size)
     if device.type == "cpu":
@@ -181,7 +182,34 @@ def give_back_memory(config: Config, device: torch.device) -> None:
 
 def use_threads(config: Config, world_size: int) -> None:
     """Set the number of threads to this learner's share of the cores. Fixed from here on: CPU results depend on it."""
-    is_synchronous = config.train.max_staleness == 0
+    takes_turns = config.train.takes_turns
     torch.set_num_threads(
-        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=is_synchronous, model=config.model.path)
+        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
     )
+
+
+NCCL_OF_BATCH_INVARIANCE = {
+    "NCCL_ALGO": "allreduce:tree",
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_LAUNCH_MODE": "GROUP",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_MIN_NCHANNELS": "1",
+    "NCCL_NTHREADS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_P2P_NET_DISABLE": "1",
+    "NCCL_PROTO": "Simple",
+    "NCCL_SOCKET_NTHREADS": "1",
+}
+"""Variables that vLLM 0.30 sets in its workers with VLLM_BATCH_INVARIANT. Learners need the same: with other values on
+one side the first broadcast of a weight sync would hang."""
+
+
+def use_deterministic_kernels(config: Config) -> None:
+    """Make torch choose kernels that compute the same bits each time, if `run.deterministic` is set. Call it before
+    CUDA or NCCL start. An operator that has no such kernel raises an error that names it."""
+    if not config.run.deterministic:
+        return
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | NCCL_OF_BATCH_INVARIANCE
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

@@ -7,6 +7,10 @@ linear layer maps a unit vector exactly to a column of its matrix, in whatever f
 vLLM keeps a layer's experts stacked, split over tensor-parallel ranks, and on CPU in the order of its kernel.
 `held_experts` yields them before they are packed; `pack_experts` packs them, and compares the output of one expert of
 each layer before and after.
+
+With `server.quantization` vLLM rounds linear layers after each load. `keep_sent_parts` keeps the checked columns of
+each matrix as it arrives, and `check_rounded` compares them with the columns that the rounded layer computes. Rounded
+experts are not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _MERGED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, part of the tensor) for those of these names whose values can be read back from the model.
 
     A collective call of the tensor-parallel ranks, which pass the names in the same order. It leaves out tensors that
@@ -39,6 +43,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
     Args:
         tied: the embedding is also the output layer's matrix; it is yielded a second time, as the output layer computes
             it.
+        rounded: yield only the matrices of layers that round them, as those layers compute.
     """
     from vllm.distributed import get_tp_group
 
@@ -47,7 +52,10 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
     with torch.no_grad():
         for name in names:
             owner, _, kind = place_of(_renamed(model, name)).rpartition(".")
-            if (found := _layer(model, modules, owner, name)) is not None:
+            found = _layer(model, modules, owner, name)
+            if rounded != (found is not None and kind == "weight" and is_rounded(found[0])):
+                continue
+            if found is not None:
                 mixer = modules.get(owner.rpartition(".")[0])
                 is_convolution = "conv" in owner and kind == "weight"
                 parts = _convolution(found[0], mixer) if is_convolution else _matrix(*found, kind, name)
@@ -107,7 +115,7 @@ def _matrix(layer: Any, which: list[int], kind: str, name: str) -> Iterator[Tens
         yield gathered(columns, 0, layer.tp_size)[: layer.org_vocab_size]
     elif isinstance(layer, RowParallelLinear):
         yield layer.bias if kind == "bias" else _columns_over_inputs(layer, name)
-    elif type(layer.quant_method) is UnquantizedLinearMethod and _is_split_plainly(layer, which):
+    elif (type(layer.quant_method) is UnquantizedLinearMethod or is_rounded(layer)) and _is_split_plainly(layer, which):
         found = layer.bias if kind == "bias" else _computed(layer, _units(layer, name, layer.input_size))
         parts = found.split(layer.output_partition_sizes, dim=-1)
         yield torch.cat([_over_outputs(layer, parts[i], is_key_or_value=i > 0) for i in which], dim=-1).t()
@@ -196,6 +204,56 @@ def _whole(owner: Any, kind: str) -> Tensor | None:
     is_plain = tensor.ndim == 1 or isinstance(owner, torch.nn.Linear)
     loader = getattr(tensor, "weight_loader", default_weight_loader)
     return tensor if is_plain and (get_tp_group().world_size == 1 or loader is default_weight_loader) else None
+
+
+MAX_ROUNDING = 0.1
+"""Error of the columns of a matrix that was rounded to 8 bits, relative to their norm: a value is off by at most 1/16.
+Above 1 if the matrix is another one."""
+
+
+def is_rounded(layer: Any) -> bool:
+    """Return True for a linear layer that vLLM rounds to 8 bits as it loads it."""
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+
+    return isinstance(getattr(layer, "quant_method", None), OnlineLinearBase)
+
+
+def keep_sent_parts(model: Any) -> None:
+    """Make `load_weights` keep the checked columns of each matrix; do nothing if no layer rounds. Idempotent."""
+    if hasattr(model, "sent_parts") or not any(map(is_rounded, model.modules())):
+        return
+    model.sent_parts, load_weights = {}, model.load_weights
+
+    def kept(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if tensor.ndim == 2:
+                model.sent_parts[name] = part_of(name, tensor).clone()
+            yield name, tensor
+
+    model.load_weights = lambda weights: load_weights(kept(weights))
+
+
+def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
+    """Compare the rounded layers with the matrices of the last load. Returns the names of those that were compared.
+
+    Raises:
+        ValueError: a layer computes with another matrix.
+    """
+    sent, compared = getattr(model, "sent_parts", {}), set()
+    if not sent:
+        return set()
+    for name, held in held_parts(model, names, tied=False, rounded=True):
+        if (own := sent.get(name)) is None:
+            continue
+        error = (held.float() - own.to(held).float()).norm() / own.float().norm().clamp_min(1e-30)
+        if not error <= MAX_ROUNDING:
+            raise ValueError(
+                f"{name}: the layer computes with another matrix than the learner sent: its columns differ by "
+                f"{error:.2g} of their norm, and rounding to 8 bits explains {MAX_ROUNDING:g}"
+            )
+        compared.add(name)
+    sent.clear()
+    return compared
 
 
 MAX_ERROR = 0.05

@@ -38,7 +38,24 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
         of_source = _rewards(own) | _groups(own) | _lengths(own)
         metrics |= {f"source/{source}/{name}": value for name, value in of_source.items()}
     staleness = [version - summary.min_policy_version for summary in summaries]
-    return metrics | {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
+    metrics |= {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
+    return metrics | _kept(summaries, version)
+
+
+def _kept(summaries: Sequence[GroupSummary], version: int) -> dict[str, float]:
+    """Return shares of the trajectories that lived through a weight sync and of the tokens that they kept over it, and
+    the staleness of a token in the mean. Synchronous runs keep nothing."""
+    trajectories = [counts for summary in summaries for counts in summary.tokens_by_version if counts]
+    num_tokens = sum(sum(counts.values()) for counts in trajectories)
+    if not num_tokens:
+        return {}
+    kept = sum(sum(counts.values()) - counts[max(counts)] for counts in trajectories)
+    stale = sum((version - of) * count for counts in trajectories for of, count in counts.items())
+    return {
+        "kept/trajectories": sum(len(counts) > 1 for counts in trajectories) / len(trajectories),
+        "kept/tokens": kept / num_tokens,
+        "staleness/token_mean": stale / num_tokens,
+    }
 
 
 def _rewards(summaries: Sequence[GroupSummary]) -> dict[str, float]:

@@ -20,13 +20,9 @@ from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import wandb
 from rich.console import Console
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rayapp.config.config import Config
 from rayapp.config.sections import TRACKERS
@@ -151,7 +147,6 @@ def check_packages(chosen: Sequence[str]) -> None:
 
 
 def _tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
-
     return TensorboardTracker(path / "tensorboard", first_step)
 
 
@@ -169,7 +164,6 @@ def _mlflow(config: Config, path: Path, first_step: int) -> RolloutTracer:
 
 
 def _wandb(config: Config, path: Path, first_step: int) -> Tracker:
-
     section = config.tracking
     return WandbTracker(path, project=section.project, mode=section.wandb_mode, parameters=flattened(config))
 
@@ -216,14 +210,21 @@ class TensorboardTracker:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        # Two seconds of imports (TensorBoard loads boto3): only runs with this tracker pay for them.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         folder.mkdir(parents=True, exist_ok=True)
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
         self._writer = EventFileWriter(str(folder))
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=first_step, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items() if math.isfinite(value)]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        value = self._summary.Value
+        values = [value(tag=key, simple_value=number) for key, number in metrics.items() if math.isfinite(number)]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -243,6 +244,9 @@ class WandbTracker:
     def __init__(
         self, folder: Path, *, project: str, mode: Literal["offline", "online"], parameters: Mapping[str, str]
     ) -> None:
+        import wandb  # a second: only runs with this tracker pay for it
+
+        self._teardown = wandb.teardown
         run_id = remembered_id(folder, "wandb", lambda: secrets.token_hex(8))
         self._run = wandb.init(
             dir=str(folder),
@@ -267,4 +271,4 @@ class WandbTracker:
     def close(self) -> None:
         self._run.finish()
         # W&B's own process writes the file and may still be busy: wait until it has ended.
-        wandb.teardown()
+        self._teardown()

@@ -20,8 +20,8 @@ TOOLS = ("buildah", "podman", "docker")
 
 
 def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
-    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool's output goes to
-    this process's.
+    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool inherits this
+    process's stdout and stderr.
 
     Args:
         tool: one of `TOOLS`; empty takes the first one that is installed.
@@ -34,7 +34,10 @@ def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Seq
         raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
     chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not chosen or shutil.which(chosen) is None:
-        raise ImageError(f"image {reference}: no {chosen or 'buildah, podman or docker'} is installed to build it with")
+        raise ImageError(
+            f"image {reference}: it can't be built, because {chosen or 'none of buildah, podman and docker'} is not "
+            "installed"
+        )
     with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
         tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
         for argv in _commands(chosen, folder, tag, archive, options):

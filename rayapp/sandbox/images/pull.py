@@ -2,8 +2,8 @@
 
     name -> top document -> manifest for this platform -> configuration -> layers (several at once) -> tree -> record
 
-Each layer is downloaded and unpacked by one process at a time; others that need it wait for its lock and find it done.
-Blocking; call it in a thread.
+One process downloads and unpacks a layer; other processes that need the layer wait for its lock, and then find it
+unpacked. Blocking; call it in a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TIMEOUT_S = 3600.0
 _MAX_ANSWER_BYTES = 64 << 20
 _AT_ONCE = 4
 _GUESSED_RATIO = 3
-"""Guessed size of a layer's files for each byte of the download, to evict before it is unpacked."""
+"""Estimated bytes of a layer's files for each downloaded byte: eviction makes this much room before unpacking."""
 _CHUNK = 1 << 20
 
 
@@ -44,17 +44,17 @@ class Wanted:
     """Settings of pulls."""
 
     platform: str = ""
-    """In OCI's words, e.g. linux/arm64; empty: this machine's."""
+    """Platform as OCI writes it, e.g. linux/arm64; empty for this machine's."""
     mirrors: Mapping[str, Sequence[str]] | None = None
-    """Registry -> hosts that are asked first."""
+    """Registry -> mirrors that are tried before it."""
     on_bytes: Callable[[int], None] = lambda _: None
     """Called with the size of each part that was downloaded, from several threads."""
 
 
 def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
-    """Return an image of the cache, held; bring it there if it is missing.
-
-    A name with a digest, and a built image, are taken from the cache without asking anybody. A tag is asked for.
+    """Return a `Hold` on an image of the cache; download and unpack the image first if it is missing.
+    A name with a digest and a built image need no request if they are in the cache. For a tag, the registry is asked
+    for the digest first.
 
     Raises:
         ImageError: the image is missing, damaged, too large, or for another platform.
@@ -76,12 +76,15 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
             pinned = reference.pinned(plan.digest) if reference.kind == "registry" else reference
             store.put(found, reference, *([pinned] if pinned != reference else []))
             return hold
-    raise SandboxUnavailableError(f"image {reference} was evicted again and again: the cache is too small")
+    raise SandboxUnavailableError(
+        f"image {reference} was evicted three times before it could be used: the cache is too small. Raise "
+        "sandbox.providers[].image_cache_gib"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What the documents say about an image."""
+    """Facts from an image's manifest and configuration."""
 
     reference: Reference
     digest: str
@@ -91,8 +94,7 @@ class _Plan:
 
 
 def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
-    """Return a name with the digest that it stands for now, without downloading the image. Errors are those of
-    `pull`."""
+    """Return the name with its current digest, without downloading the image. Raises the errors of `pull`."""
     if reference.is_pinned:
         return reference
     wanted = wanted or Wanted()
@@ -119,10 +121,10 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
 
 
 def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
-    """Unpack an image into the cache. The layers are kept from eviction until its record is written."""
+    """Unpack an image into the cache. Its layers can't be evicted before the image's record is written."""
     stored = sum(layer.size for layer in plan.layers if store.layer(layer.diff_id) is None)
     if stored > store.max_bytes:
-        raise ImageError(_too_large(store, plan, f"{stored} bytes are to be downloaded"))
+        raise ImageError(_too_large(store, plan, f"its download has {stored} bytes"))
     store.make_room(_GUESSED_RATIO * stored)
     with contextlib.ExitStack() as kept, ThreadPoolExecutor(_AT_ONCE) as threads:
         jobs = [threads.submit(_layer, store, source, plan, layer, on_bytes) for layer in dict.fromkeys(plan.layers)]
@@ -131,14 +133,14 @@ def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], 
             try:
                 kept.enter_context(job.result())
             except CancelledError:
-                continue  # of a layer that another one's problem kept from starting
+                continue  # never started, because another layer failed
             except SandboxError as error:
                 problems.append(error)
                 threads.shutdown(wait=False, cancel_futures=True)
         if problems:
             raise problems[0]
         if not store.make_room(0):
-            raise ImageError(_too_large(store, plan, "it is larger with what is in use"))
+            raise ImageError(_too_large(store, plan, "the images in use leave too little room"))
         _stack(store, plan)
 
 
@@ -150,7 +152,7 @@ def _too_large(store: Store, plan: _Plan, why: str) -> str:
 
 
 def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
-    """Bring one layer, and return a file that keeps it from eviction until it is closed."""
+    """Download and unpack one layer. Return an open file: until it is closed, the layer can't be evicted."""
     name = layer_lock(layer.diff_id)
     while True:
         kept = store.keep(name)
@@ -182,7 +184,7 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
 
 def _check_blob(blob: Path, layer: Layer, what: str) -> None:
     if layer.digest in ("", layer.diff_id):
-        return  # the digest of the unpacked layer is checked instead
+        return  # the caller checks the digest of the unpacked layer instead
     with blob.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if layer.digest != f"sha256:{found}":
@@ -196,7 +198,7 @@ def _stack(store: Store, plan: _Plan) -> None:
     layers = [(str(store.layer_folder(each)), store.layer(each)) for each in config.diff_ids]
     settings = {"layers": layers, "user": config.user, "search_path": config.search_path}
     with store.alone(f"tree-{tree}"):
-        if (store.trees / tree).is_dir():  # of an image with the same layers, and perhaps another user
+        if (store.trees / tree).is_dir():  # another image with the same layers has made this tree
             facts = _in_child(store.trees / tree, what, store, {**settings, "layers": []})
         else:
             with store.pending(store.trees / tree) as folder:
@@ -236,7 +238,7 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
     try:
         said, errors = child.communicate(given.encode(), timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ImageError(f"{what} is not unpacked after {_TIMEOUT_S:g} s") from None
+        raise ImageError(f"{what} was not unpacked within {_TIMEOUT_S:g} s") from None
     finally:
         child.kill()
         child.wait()

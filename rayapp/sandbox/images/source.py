@@ -1,4 +1,4 @@
-"""The cache of images for asyncio: one pull of an image at a time, in threads, with its callers waiting for it."""
+"""The cache of images for asyncio: pulls run in threads, and concurrent callers share one pull of an image."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class ImageSource:
         return self.store.trees
 
     async def hold(self, template: str) -> Hold:
-        """Return the image of a template, held; pull it first if it is missing. A pull goes on without its caller.
+        """Return a `Hold` on the image of a template; pull the image first if it is missing.
+        A pull continues if its caller is cancelled.
 
         Raises:
-            ImageError: it is missing, damaged, too large, or for another platform.
+            ImageError: the image is missing, damaged, too large, or for another platform.
             SandboxUnavailableError: its registry can't be reached.
         """
         reference = parse(self._aliases.get(template, template))
@@ -65,7 +66,7 @@ class ImageSource:
         return self.store.named(parse(self._aliases.get(template, template)))
 
     def prefetch(self, template: str) -> None:
-        """Pull an image in the background, if it is missing; a failure shows when the image is used."""
+        """Pull an image in the background if it is missing. A failure is raised only when the image is used."""
         reference = parse(self._aliases.get(template, template))
         if self.store.named(reference) is None:
             self._pull(template).add_done_callback(lambda done: done.cancelled() or done.exception())

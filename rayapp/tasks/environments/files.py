@@ -117,7 +117,7 @@ def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
     """
     kind = data["environment"]
     if kind not in KINDS:
-        raise InputError(f"task {path}: there is no kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
+        raise InputError(f"task {path}: unknown kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
                          f"It is one of {', '.join(KINDS)}")  # fmt: skip
     try:
         return KINDS[kind].model_validate({"name": path.stem, **data, "folder": path.parent})

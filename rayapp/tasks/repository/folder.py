@@ -27,6 +27,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.sandbox.images.reference import PREFIX
 from rayapp.tasks.repository.hidden_tests import HiddenTest, read_hidden_tests
+from rayapp.tasks.repository.named_tests import NamedTests
 from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
 
 _PYTHON = re.compile(r"(?:docker\.io/)?(?:library/)?python:(\d+\.\d+)[\w.-]*")
@@ -185,6 +186,8 @@ class TaskFolder:
     tests: tuple[HiddenTest, ...]
     script: TestScript | None
     """Script that judges instead of the hidden tests; None if the tests judge."""
+    named: NamedTests | None = None
+    """The repository's own tests, which judge instead of both; None for folders."""
     solution: Mapping[str, str]
     """Path -> text of the solution's files; empty if the folder has no solution."""
     own: Own

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.main import app, run
+from rayapp.cli.main import COMMANDS, app, load_command, run
 from rayapp.core.errors import ConfigError, LearnerError
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +50,24 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 def test_help_of_a_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
     assert f"rayapp {command} " in capsys.readouterr().out.split("Example", 1)[1]
+
+
+def test_help_imports_no_command_and_no_library_but_that_of_the_command_line() -> None:
+    program = "import sys, rayapp.cli.main as c; c.run(['--help']); print(*sys.modules, file=sys.stderr)"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    imported = set(done.stderr.split())
+    assert not imported & {"numpy", "pydantic", "yaml", "omegaconf", "torch", "ray", "httpx", "starlette", "asyncio"}
+    assert {name for name in imported if name.startswith("rayapp.cli.")} == {"rayapp.cli.arguments", "rayapp.cli.main"}
+    assert len(imported) < 400
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_the_program_has_the_first_sentence_of_each_command(name: str) -> None:
+    described = " ".join((load_command(name).help or "").split())
+
+    assert described.startswith(COMMANDS[name][1])
 
 
 def test_config_show_prints_yaml_that_loads(capsys: pytest.CaptureFixture[str]) -> None:

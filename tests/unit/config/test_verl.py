@@ -184,7 +184,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     ("override", "reason"),
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "supported are: kl, k1, mse"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "rayapp has kl, k1, mse"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
@@ -196,27 +196,31 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set it"),
         (
             "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
-            "your custom_reward_function sends requests to verl's router",
+            "your custom_reward_function calls the model through verl's router",
         ),
         ("~data.seed", "key=value"),
-        ("reward_model.reward_manager=mine", "supported are: naive, batch, prime, dapo"),
-        ("custom_reward_function.reward_kwargs.a=3", "bind arguments"),
-        ("data.apply_chat_template_kwargs.a=[1]", "must be a text, a number"),
-        ("data.custom_cls.path=a.py", "verl's own parquet schema"),
-        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "tools are the only ones"),
+        ("reward_model.reward_manager=mine", "known reward managers are naive, batch, prime, dapo"),
+        ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
+        ("data.apply_chat_template_kwargs.a=[1]", "must be a string, a number"),
+        ("data.custom_cls.path=a.py", "verl's default schema"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "only tools answer the policy"),
         ("actor_rollout_ref.model.override_config.vocab_size=3", "a copy of the model"),
-        ("trainer.resume_mode=resume_path", "supported are: auto, disable"),
-        ("reward.reward_kwargs.temper=3", "no reward of rayapp reads it"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "supported are: tool_agent, single_turn_agent"),
+        ("trainer.resume_mode=resume_path", "rayapp has auto, disable"),
+        ("reward.reward_kwargs.temper=3", "rayapp's rewards have no such argument"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "rayapp has tool_agent, single_turn_agent"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "no options go to vLLM unseen"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "rayapp sets it from run.seed"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.attention_bakend=A", "did you mean attention_backend"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "rollout_correction.level is none"),
+        ("actor_rollout_ref.rollout.quantization=int4", "use fp8_per_block"),
         ("actor_rollout_ref.rollout.response_length=99", "must be data.max_response_length = 1024"),
         ("distillation.enabled=True", "no teacher_models.*model_path is set"),
         (
             f"{TEACHER} distillation.teacher_models.b.model_path=b distillation.teacher_models.c.model_path=c",
             "b, c are",
         ),
-        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*supported are: k1 with"),
+        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*rayapp has k1 with"),
         (
             f"{TEACHER} {REVERSE} distillation.distillation_loss.clip_ratio_high=0.3",
             r"clip_ratio_high = 0\.3 can't be imported",
@@ -225,11 +229,9 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "supported are: bfloat16"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "rayapp has bfloat16"),
         ("actor_rollout_ref.actor.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.full_determinism=True", "runs on GPUs don't repeat"),
-        ("actor_rollout_ref.rollout.full_determinism=True", "rayapp.cluster.device=cpu"),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "without Megatron"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "not Megatron"),
         ("data.train_batch_size=0", "at least 1"),
         ("trainer.nnodes=0", "at least 1"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "at least 1"),
@@ -465,7 +467,7 @@ def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path)
     assert found.config.lacks_baseline
     (note,) = [row.landing.note for row in found.rows if row.key == "actor_rollout_ref.rollout.n"]
     assert (
-        note == "warning: grpo has nothing to compare, so rewards are the advantages, as in verl; set "
+        note == "warning: grpo has no other trajectory to compare with, so rewards are the advantages, as in verl; set "
         "actor_rollout_ref.rollout.n=8"
     )
 
@@ -530,11 +532,27 @@ def test_sequences_longer_than_a_micro_batch_are_shared_by_learners_as_in_verl(k
     assert (learner.sequence_parallel, learner.max_tokens_per_microbatch) == (4, 9000)
 
 
-def test_a_run_on_cpu_may_ask_to_repeat() -> None:
-    cpu = ["rayapp.cluster.device=cpu", "trainer.n_gpus_per_node=1"]
-    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+@pytest.mark.parametrize("section", ["actor.fsdp_config", "rollout"])
+def test_a_run_may_ask_to_repeat(section: str) -> None:
+    whole = [*shlex.split(SCRIPT), f"actor_rollout_ref.{section}.full_determinism=True"]
 
-    import_verl(None, [*shlex.split(SCRIPT), *cpu, tp, "actor_rollout_ref.rollout.full_determinism=True"])
+    assert import_verl(None, whole).config.run.deterministic
+
+
+def test_arguments_of_vllm_go_to_it_by_their_names_or_to_a_key() -> None:
+    vllm = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+    given = [
+        f"{vllm}.attention_backend=FLASH_ATTN",
+        f"{vllm}.compilation_config.level=2",
+        f"{vllm}.kv_cache_dtype=fp8",
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "algorithm.rollout_correction.rollout_is=token",
+    ]
+
+    server = import_verl(None, [*shlex.split(SCRIPT), *given]).config.server
+
+    assert server.engine_args == {"attention_backend": "FLASH_ATTN", "compilation_config": {"level": 2}}
+    assert (server.kv_cache_dtype, server.quantization) == ("fp8", "fp8_per_block")
 
 
 def test_the_command_prints_a_config_and_fails_on_unknown_keys(

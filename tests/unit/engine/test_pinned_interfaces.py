@@ -18,8 +18,11 @@ import ray
 import torch
 
 from actors.spawn import ROLES, role_env
+from rayapp.config.agreement import INVARIANT_BACKENDS
 from rayapp.config.config import Config
+from rayapp.config.engine_args import HAS_KEY, REFUSED, engine_fields
 from rayapp.engine import vllm_arguments
+from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
 
 TRANSFER = "distributed/weight_transfer"
 CALLS = {
@@ -103,6 +106,7 @@ CALLS = {
         "ClassificationResponse": "data usage",
     },
     "config/weight_transfer.py": {"WeightTransferConfig": "backend"},
+    "model_executor/layers/quantization/online/fp8.py": {"OnlineLinearBase": ""},
 }
 """By file of vLLM: functions with the arguments that we give, and classes with the fields that we set or read."""
 
@@ -212,3 +216,30 @@ def test_learners_and_servers_run_nccl_alike() -> None:
         for role in ("learner", "vllm-server")
     ]
     assert nccl[0] == nccl[1]
+
+
+def test_with_batch_invariance_vllm_and_the_learners_run_nccl_alike_too() -> None:
+    body = next(
+        node
+        for node in tree("model_executor/determinism/batch_invariant.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == "override_envs_for_invariance"
+    )
+    set_by_vllm = dict(re.findall(r"os\.environ\['(NCCL_\w+)'\] = '(.*)'", ast.unparse(body)))
+    assert set_by_vllm == NCCL_OF_BATCH_INVARIANCE
+
+
+def test_arguments_are_those_of_vllms_class_and_every_rule_is_about_one_of_them() -> None:
+    fields = engine_fields()
+
+    assert fields is not None
+    assert set(fields) == names_of("engine/arg_utils.py", "AsyncEngineArgs")
+    assert {*HAS_KEY, *REFUSED} - set(fields) == set()
+    assert not {*HAS_KEY} & {*REFUSED}
+
+
+def test_the_backends_that_vllm_calls_batch_invariant_are_those_that_a_run_may_choose() -> None:
+    folder = root("vllm") / "v1/attention/backends"
+    files = {path.stem for path in folder.rglob("*.py") if "def supports_batch_invariance" in path.read_text()}
+    names = {"flash_attn": "FLASH_ATTN", "flex_attention": "FLEX_ATTENTION", "triton_attn": "TRITON_ATTN",
+             "flashattn_mla": "FLASH_ATTN_MLA", "triton_mla": "TRITON_MLA"}  # fmt: skip
+    assert {names[file] for file in files} == set(INVARIANT_BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.trajectories import path_to, summarize_group
 from rayapp.core.types import Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE, end_ranks, start_ranks
 from rayapp.learner.shares import Share
 from rayapp.learner.supervised import log_probs_of
 from rayapp.rollout.recorder import Recorder
@@ -96,6 +97,23 @@ def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Ten
     finally:
         end_ranks()
     return {name: before[name] - after[name] for name in before}
+
+
+def test_with_deterministic_kernels_a_step_runs_and_repeats_to_the_last_bit(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", *NCCL_OF_BATCH_INVARIANCE):
+        monkeypatch.setenv(name, "")
+    config = make_config(tiny_model)
+    again = with_values(config, run={"deterministic": True})
+    try:
+        first, second = (gradient_of_step(again, make_groups(3)) for _ in range(2))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -301,9 +301,7 @@ def test_a_row_that_is_no_code_problem_is_told_before_anything_starts(tiny_model
         ],
     )
 
-    with pytest.raises(
-        InputError, match=r"bad\.parquet, row 1: can't be used as a code problem: it has 1 inputs and 0 outputs"
-    ):
+    with pytest.raises(InputError, match=r"bad\.parquet, row 1: not a code problem: it has 1 inputs and 0 outputs"):
         check_inputs(config, training=True)
 
 

@@ -268,7 +268,7 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(
     [
         (
             "{environment: gymnasium}",
-            "there is no kind of environment 'gymnasium'. It is one of trl, openenv, verifiers",
+            "unknown kind of environment 'gymnasium'. It is one of trl, openenv, verifiers",
         ),
         ("{environment: trl, factory: 'guessing.py:Guesing'}", "factory '.*guessing.py:Guesing'.*has no function"),
         ("{environment: trl, factory: 'guessing.py:Undescribed'}", r"Undescribed.look\(\) can't be a tool"),

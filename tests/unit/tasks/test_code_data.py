@@ -250,7 +250,7 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
 ) -> None:
     raw = write(tmp_path / "raw.jsonl", MBPP)
     for name, language, why in (
-        ("taco", "cobol", "language 'cobol' is not known: it is one of python, cpp, c,"),
+        ("taco", "cobol", "unknown language 'cobol': known are python, cpp, c,"),
         ("mbpp", "cpp", "--language cpp: only apps, taco, codecontests, livecodebench have programs"),
     ):
         argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]

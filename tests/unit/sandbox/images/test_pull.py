@@ -75,7 +75,7 @@ def test_a_digest_is_taken_from_the_cache_without_asking(store: Store, folder: P
         image = taken(store, str(pinned))
 
     assert taken(store, str(pinned)) == image, "its registry is gone"
-    with pytest.raises(SandboxUnavailableError, match="can't be asked"):
+    with pytest.raises(SandboxUnavailableError, match="can't be reached"):
         taken(store, f"{host}/name:1")
 
 

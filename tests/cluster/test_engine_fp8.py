@@ -1,0 +1,119 @@
+"""The real vLLM on a CPU with weights and a KV cache in 8 bits, while the sender's weights stay in bfloat16."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rayapp.config.config import Config
+from rayapp.core.types import RequestId, SamplingParams
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.weights.buckets import SharedWeights, checksum_of, pack, part_of
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+]
+
+PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
+FP8_ERROR = 0.15
+"""Mean error of log-probs under the weights that were sent; under other weights three times that."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "algorithm": {"rollout_correction": {"level": "token"}},
+            "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
+            "server": {
+                "cpu_threads": 1,
+                "kv_cache_gib": 0.1,
+                "quantization": "fp8_per_channel",
+                "kv_cache_dtype": "fp8",
+            },
+        }
+    )
+    started = await VllmEngine.start(config)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model far from the engine's first one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    folder = tmp_path_factory.mktemp("moved")
+    model.save_pretrained(folder)
+    return folder
+
+
+def of(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def log_probs(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    import torch
+
+    ids = torch.tensor([[*PROMPT, *token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0].float().log_softmax(-1)
+    return logits[range(len(PROMPT) - 1, ids.shape[1] - 1), token_ids].numpy()
+
+
+async def errors(engine: VllmEngine, group: int, *models: Any) -> list[float]:
+    """Sample eight completions; return the mean error of their log-probs under each model."""
+    sampling = SamplingParams(max_tokens=60, seed=1)
+    completions = await asyncio.gather(
+        *(engine.generate(RequestId("group", group, i), PROMPT, sampling) for i in range(8))
+    )
+    return [
+        float(np.concatenate([np.abs(c.log_probs - log_probs(model, c.token_ids)) for c in completions]).mean())
+        for model in models
+    ]
+
+
+def sent(model: Any, file: Path) -> SharedWeights:
+    tensors = dict(model.state_dict())
+    (bucket,) = pack(tensors.items(), 1 << 30)
+    file.write_bytes(bucket.data.tobytes())
+    checksums = {name: checksum_of(part_of(name, tensor)) for name, tensor in tensors.items()}
+    return SharedWeights(path=str(file), entries=bucket.entries, checksums=checksums)
+
+
+async def test_new_weights_are_rounded_as_they_are_loaded_and_compared_with_the_sent_ones(
+    engine: VllmEngine, tiny_model: Path, moved: Path, tmp_path: Path
+) -> None:
+    first, second = of(tiny_model), of(moved)
+    own, other = await errors(engine, 0, first, second)
+    assert own < FP8_ERROR < 3 * FP8_ERROR < other
+
+    weights = sent(second, tmp_path / "weights")
+    await engine.begin_update("memory")
+    await engine.receive_weights(weights)
+    num_held = await engine.finish_update(1, weights.checksums)
+    await engine.go_on()
+
+    other, own = await errors(engine, 1, first, second)
+    assert own < FP8_ERROR < 3 * FP8_ERROR < other
+    assert num_held == len(weights.checksums)

@@ -1,0 +1,111 @@
+"""Arguments of vLLM in `server.engine_args`: names and types of the installed vLLM, reasons, and rounding to 8 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from rayapp.config.agreement import gpu_problems
+from rayapp.config.config import Config
+from rayapp.config.engine_args import check_installed_engine_args, engine_fields
+from rayapp.config.loading import load_config
+from rayapp.core.errors import ConfigError
+
+TOKEN = "algorithm.rollout_correction.level=token"
+
+
+def loaded(*overrides: str) -> Config:
+    return load_config(None, overrides)
+
+
+def test_an_argument_of_vllm_is_taken_by_its_own_name() -> None:
+    config = loaded(
+        "server.engine_args={attention_backend: FLASH_ATTN, stream_interval: 4, enable_expert_parallel: true, "
+        "speculative_config: {method: suffix, num_speculative_tokens: 8}, compilation_config: {level: 2}}"
+    )
+
+    assert config.server.engine_args["attention_backend"] == "FLASH_ATTN"
+    assert config.server.engine_args["compilation_config"] == {"level": 2}
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("async_schedulng: true", "has no argument async_schedulng; did you mean async_scheduling"),
+        ("_api_process_count: 2", "has no argument _api_process_count"),
+        ("stream_interval: 1.5", "stream_interval is 1.5.*valid integer"),
+        ("kv_cache_metrics: 'yes'", "kv_cache_metrics is 'yes'.*valid boolean"),
+        ("moe_backend: cutlas", "moe_backend is 'cutlas'.*'cutlass'"),
+        ("max_num_batched_tokens: 4096", r"set server\.max_num_batched_tokens"),
+        ("quantization: fp8", r"set server\.quantization"),
+        ("kv_cache_dtype: fp8", r"set server\.kv_cache_dtype"),
+        ("data_parallel_size: 2", r"set server\.num_servers"),
+        ("seed: 3", r"set run\.seed"),
+        ("logprobs_mode: raw_logprobs", "processed_logprobs"),
+        ("cpu_offload_gb: 2", "layer-wise reload"),
+        ("generation_config: auto", "change the distribution"),
+        ("{speculative_config: {rejection_sample_method: synthetic}}", "accepts tokens that the policy did not sample"),
+    ],
+)
+def test_an_argument_that_a_run_cant_have_is_refused_with_the_way_out(argument: str, reason: str) -> None:
+    written = argument if argument.startswith("{") else f"{{{argument}}}"
+    with pytest.raises(ConfigError, match=reason):
+        loaded(f"server.engine_args={written}")
+
+
+def test_without_vllm_the_server_checks_names_and_the_reasons_hold_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_fields.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", lambda name: None)
+        config = loaded("server.engine_args={async_schedulng: true}")
+        with pytest.raises(ConfigError, match=r"set run\.seed"):
+            loaded("server.engine_args={seed: 1}")
+    engine_fields.cache_clear()
+
+    with pytest.raises(ConfigError, match="did you mean async_scheduling"):
+        check_installed_engine_args(config.server.engine_args)
+
+
+@pytest.mark.parametrize("key", ["quantization=fp8_per_block", "kv_cache_dtype=fp8"])
+def test_rounding_needs_the_correction_of_every_token(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"Set algorithm\.rollout_correction\.level: token"):
+        loaded(f"server.{key}")
+    with pytest.raises(ConfigError, match=r"level is sequence"):
+        loaded(f"server.{key}", "algorithm.rollout_correction.level=sequence")
+
+    assert loaded(f"server.{key}", TOKEN).server.is_rounded
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, (8, 0), "kv_cache_dtype is fp8"),
+        ({"quantization": "fp8_per_channel"}, (8, 6), "use fp8_per_tensor"),
+        ({"quantization": "fp8_per_tensor"}, (8, 0), ""),
+        ({"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"}, (9, 0), ""),
+        ({"run.deterministic": True}, (7, 5), "compute capability 8.0"),
+        ({"run.deterministic": True, "quantization": "fp8_per_block"}, (8, 0), "use one of the two"),
+        ({"run.deterministic": True, "quantization": "fp8_per_block"}, (9, 0), ""),
+    ],
+)
+def test_a_gpu_that_vllm_cant_do_it_on_is_named(
+    settings: dict[str, Any], capability: tuple[int, int], reason: str
+) -> None:
+    keys = [f"{key if '.' in key else 'server.' + key}={value}" for key, value in settings.items()]
+
+    problems = gpu_problems(loaded(*keys, TOKEN), capability)
+
+    assert [reason in problem for problem in problems] == ([True] if reason else [])
+
+
+def test_a_run_that_repeats_is_synchronous_and_uses_kernels_that_dont_depend_on_the_batch() -> None:
+    with pytest.raises(ConfigError, match=r"train\.max_staleness is 1"):
+        loaded("run.deterministic=true", "train.max_staleness=1")
+    with pytest.raises(ConfigError, match="FLASHINFER, whose results depend on the batch"):
+        loaded("run.deterministic=true", "server.engine_args={attention_backend: flashinfer}")
+    with pytest.raises(ConfigError, match="speculative_config is set"):
+        loaded("run.deterministic=true", "server.engine_args={speculative_config: {method: ngram}}")
+
+    assert loaded("run.deterministic=true", "server.engine_args={attention_backend: TRITON_ATTN}").run.deterministic
