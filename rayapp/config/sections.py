@@ -359,7 +359,7 @@ class ClusterSection(FrozenModel):
     """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
     """GPUs of servers and learners. split: separate GPUs. colocated: shared GPUs, on which servers sleep while learners
-    train; only for synchronous runs. Without GPUs both are the same."""
+    train; only for synchronous runs and train.partial_rollouts. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs that this run may use, checked before anything starts. null: as many as the cluster has."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)

@@ -310,10 +310,8 @@ class VllmEngine:
         memory.
         """
         await self._transfer("go on", self._wake_kv_cache())
-        if self._versions.num_open:
-            await self._resume()
+        await self._let_go()
         self._updating = None
-        self._let_go()
 
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
         try:
@@ -358,7 +356,7 @@ class VllmEngine:
         """Take back the memory that `sleep` freed, with the same weights as before. Idempotent."""
         await self._wake("weights")
         await self._wake_kv_cache()
-        self._let_go()
+        await self._let_go()
 
     async def _wake(self, what: str) -> None:
         if self._is_asleep:
@@ -383,8 +381,11 @@ class VllmEngine:
             self._is_holding = True
             await self._freeze()
 
-    def _let_go(self) -> None:
+    async def _let_go(self) -> None:
+        """Continue the requests that `_hold` froze, and let new ones start. Idempotent."""
         if self._is_holding:
+            if self._versions.num_open:
+                await self._resume()
             self._is_holding = False
             self._changing.release()
 

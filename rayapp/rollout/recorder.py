@@ -75,7 +75,7 @@ class AgentPrompt:
     packages: tuple[str, ...] = ()
     """Python packages that the workspace preloads."""
     spec: SandboxSpec | None = None
-    """Spec of the workspace's sandbox; None leaves it to the tools."""
+    """Spec of the workspace's sandbox; None lets the tools choose it."""
     setup: tuple[str, ...] = ()
     """Command that runs in the workspace before the first call; empty for none."""
     first_turn: int = 0
