@@ -83,8 +83,7 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
         raise InputError(
             f"the packages {', '.join(packages)} can't be installed into {folder}: "
             f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Correct `packages`, or install them yourself and name "
-            "that "
-            "interpreter as `python`"
+            "that interpreter as `python`"
         )
 
 
