@@ -52,7 +52,7 @@ class WeightUpdateExtension:
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         arrived = ((name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums)
-        _check("that arrived", arrived, checksums)
+        _check("arrive", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
         # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and they
@@ -74,7 +74,7 @@ class WeightUpdateExtension:
         mend_after_reload(model, architecture)
         tied = architecture.tie_word_embeddings
         held = _check(
-            "of the model", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
+            "are held", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
         )
         held |= check_rounded(model, checksums)
         # Do this last: a rank that raises before one of the gathers above would leave the others waiting.
@@ -120,8 +120,8 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"weights were damaged: {len(wrong)} of {len(found)} sampled tensors {what} differ from the learner's "
-            f"checksums: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(found)} sampled tensors differ, by their checksums, between the learner that sent "
+            f"them and this server, where they {what}: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 
