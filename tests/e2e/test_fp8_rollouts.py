@@ -57,5 +57,5 @@ def test_the_rounding_is_reported_at_each_step_that_trains(
         assert 0.00005 < record["rollout_probs_diff/mean"] < 0.1
         assert 0.005 < record["rollout_log_probs_diff/max"] < 2
         assert record["learner/grad_norm"] > 0
-        # Matrices that were rounded are compared, too.
-        assert record["weight_sync/tensors_held"] == record["weight_sync/tensors_checked"] > 0
+        # Five norms, the embedding and the head, and at least one of each of the seven matrices that are rounded.
+        assert record["weight_sync/tensors_held"] >= 5 + 7
