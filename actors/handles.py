@@ -379,6 +379,10 @@ class RolloutWorkerHandle(Handle):
         # The worker enforces the group's deadline; this one is for a worker that hangs.
         return await self.answered(method, summary_ref, self.group_deadline_s + GROUP_MARGIN_S), group_ref
 
+    async def prefetch(self, images: Sequence[str], timeout_s: float = 30.0) -> None:
+        """Let the worker's node pull images before sandboxes need them; returns at once."""
+        await self.call("prefetch", list(images), timeout_s=timeout_s)
+
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
         """Return the number of prompts of an evaluation, by source."""
         return await self.call("num_eval_prompts", timeout_s=timeout_s)

@@ -48,7 +48,7 @@ PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", 
 
 async def _run_group(cluster: Cluster, request: GroupRequest) -> tuple[GroupSummary, Any]:
     with cluster.router.placed(request) as placed:
-        return await cluster.rollout_worker(request.group_id).run_group(placed)
+        return await cluster.rollout_workers[request.group_id % len(cluster.rollout_workers)].run_group(placed)
 
 
 async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:

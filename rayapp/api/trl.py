@@ -174,9 +174,7 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         try:
             columns = json.dumps(row)
         except TypeError as error:
-            raise InputError(
-                f"{path.stem} row {index}: a column is no text, number, list or mapping: {error}"
-            ) from error
+            raise InputError(f"{path.stem} row {index}: a column has a value that JSON can't hold: {error}") from error
         made.append(
             {
                 "data_source": DATA_SOURCE,

@@ -104,6 +104,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
     yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield _images()
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
@@ -224,6 +225,14 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
         return Finding("ok", "sandbox", f"isolation {run_until_done(isolation())}")
     except SandboxError as error:
         return Finding(level_if_none, "sandbox", str(error))
+
+
+def _images() -> Finding:
+    """Report whether local sandboxes can have images as their roots."""
+    from rayapp.sandbox.local.provider import why_no_images_here
+
+    why = why_no_images_here()
+    return Finding("note", "images", why) if why else Finding("ok", "images", "local sandboxes can have them as roots")
 
 
 def _device_fits(config: Config) -> Iterator[Finding]:

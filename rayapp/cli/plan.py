@@ -6,6 +6,7 @@ The arithmetic is in `rayapp/learner/memory/`; this file prints it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, UserError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
@@ -36,6 +37,8 @@ from rayapp.learner.memory.plan import (
 )
 from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
+from rayapp.rollout.images import each_once, images_of_prompts
+from rayapp.sandbox.providers.table import image_source
 
 app = typer.Typer()
 
@@ -73,6 +76,8 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
+    for line in image_lines(config):
+        print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
@@ -197,11 +202,36 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if abs(num_bytes) < 10 * GIB else f"{num_bytes / GIB:.1f}"
 
 
+def image_lines(config: Config) -> Iterator[str]:
+    """Yield the number of images that the tasks need, and their size against the cache's limit; nothing without any."""
+    section = config.sandbox.local
+    try:
+        names = each_once((*images_of_prompts(config), *images_of_prompts(config, held_out=True)))
+    except UserError as error:
+        yield f"images: not counted, as a task can't be used: {error}"
+        return
+    if not names or section is None:
+        return
+    cache = image_source(section)
+    known = {image.digest: image.num_bytes for name in names if (image := cache.find(name)) is not None}
+    num_bytes, limit = sum(known.values()), round(section.image_cache_gib * GIB)
+    yield (
+        f"images: the tasks need {len(names)}; {len(known)} are unpacked on this machine, with {_gib(num_bytes)} GiB. "
+        f"Each node keeps at most {section.image_cache_gib:g} GiB (sandbox.providers[].image_cache_gib)"
+    )
+    expected = num_bytes // len(known) * len(names) if known else 0
+    if expected > limit:
+        yield (
+            f"  all together about {_gib(expected)} GiB, more than the cache holds: nodes will pull images again and "
+            f"again. Raise image_cache_gib, or spread the run over {ceil(expected / limit)} or more nodes"
+        )
+
+
 def plan_on_cpu(config: Config) -> bool:
     """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
-    for line in host_lines(shape, config, plan, have):
+    for line in (*host_lines(shape, config, plan, have), *image_lines(config)):
         print(line)
     return plan.total <= have
 

@@ -40,8 +40,7 @@ from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.sandbox.images.dockerfile import TOOLS, build
-from rayapp.sandbox.images.pull import Wanted, pull
+from rayapp.sandbox.images.pull import TOOLS, Wanted, build, pull
 from rayapp.sandbox.images.reference import parse
 from rayapp.sandbox.images.store import Store, open_store
 from rayapp.sandbox.leases import RemoteProvider

@@ -76,6 +76,8 @@ class SamplingParams:
     """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
     """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    wants_allowed: bool = False
+    """With `structured_outputs`: return the tokens that the form allowed, which training needs."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
@@ -90,6 +92,20 @@ class VersionSpan:
 
     policy_version: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedTokens:
+    """Tokens that the form of a structured output allowed in the place of each of T tokens."""
+
+    masks: Int32Array
+    """(K, W) distinct masks of the vocabulary: token t is allowed if bit t % 32 of word t // 32 is set."""
+    mask_of: Int32Array
+    """(T,) index of each token's mask; -1: every token was allowed."""
+
+    def of(self, tokens: Any) -> AllowedTokens:
+        """Return the masks of some of the tokens, chosen by a numpy index."""
+        return AllowedTokens(masks=self.masks, mask_of=self.mask_of[tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +130,8 @@ class Completion:
     """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None: not wanted."""
     top_log_probs: FloatArray | None = None
     """(T, k) their log-probs, largest first."""
+    allowed: AllowedTokens | None = None
+    """With `SamplingParams.wants_allowed`: tokens that the form allowed in the place of each sampled token."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -313,6 +331,9 @@ class Trajectory:
     routed_experts: ExpertArray | None = None
     """(T, layers, k) with `learner.router_replay`: experts that the engine chose when it first computed each token; 0
     for a token after which no token was sampled, because no forward pass has read it."""
+    allowed: AllowedTokens | None = None
+    """Tokens that the policy could sample in the place of each token, if calls asked for a form
+    (`agent.external.structured: guide`). `rollout_log_probs` are those of the distribution over these tokens."""
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each tool or environment for the whole play. Part of the verdict; not recorded separately."""
 

@@ -66,6 +66,7 @@ from rayapp.engine.weights.sync import (
     choose_transport,
     transfer_plan,
 )
+from rayapp.rollout.images import ImagePlacement, PromptImages
 from rayapp.rollout.order import ANY_VERSION
 
 __all__ = [
@@ -95,6 +96,7 @@ class Cluster:
     weights: WeightSync
     supervisor: Supervisor
     router: Router
+    images: ImagePlacement
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Function that ends these learners and starts new ones with the start model's weights."""
     num_learner_restarts: int = 0
@@ -102,9 +104,6 @@ class Cluster:
     @property
     def is_synchronous(self) -> bool:
         return self.config.train.max_staleness == 0
-
-    def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
-        return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     def check_weights(self) -> None:
         """Check that a server that restarts now can get weights.
@@ -241,10 +240,13 @@ async def open_cluster(
     with_learners: bool = True,
     report: Report = lambda text: None,
     stand_ins: StandIns = NO_STAND_INS,
+    images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
     """Start a run's actors.
 
     Args:
+        images: images of the training prompts, by source, to place groups by; without them groups go to the workers in
+            turn.
         with_learners: False for evaluation, which only generates and scores.
         report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
         stand_ins: replacements of real actors, for tests and benchmarks of everything else.
@@ -252,7 +254,7 @@ async def open_cluster(
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
     async with _session(config, report, stand_ins) as (session, started):
-        cluster = await _start(config, started, session, with_learners=with_learners, report=report)
+        cluster = await _start(config, started, session, with_learners=with_learners, report=report, images=images)
         async with cluster.supervisor.watching():
             yield cluster
 
@@ -291,7 +293,13 @@ async def _reserve(
 
 
 async def _start(
-    config: Config, started: Started, session: RayConnection, *, with_learners: bool, report: Report
+    config: Config,
+    started: Started,
+    session: RayConnection,
+    *,
+    with_learners: bool,
+    report: Report,
+    images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: it fails if another run of this name is in progress
@@ -339,6 +347,7 @@ async def _start(
         weights=weights,
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
+        images=ImagePlacement.of(config, images),
         start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
     )
     return cluster

@@ -36,6 +36,7 @@ from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
+from rayapp.rollout.images import PromptImages, each_once, images_of_prompts, with_pinned_images
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.plots import write_reward_plot
@@ -184,8 +185,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To "
-                "train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
                 "another run.name."
             )
             return
@@ -194,14 +194,19 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
             warmup_cost = 0.0
             if config.warmup.num_steps:
                 config, warmup_cost = warm_up(config)
-            run_until_done(_run(config, folder, warmup_cost, on_step))
+            images = images_of_prompts(config)
+            all_images = each_once((*images, *images_of_prompts(config, held_out=True)))
+            config = with_pinned_images(config, all_images, folder.path / "images.json")
+            run_until_done(_run(config, folder, warmup_cost, on_step, images))
 
 
-async def _run(config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None = None) -> None:
+async def _run(
+    config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None, images: Sequence[PromptImages]
+) -> None:
     with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
         async with (
-            open_cluster(config, report=tracker.note) as cluster,
+            open_cluster(config, report=tracker.note, images=images) as cluster,
             within_budget(config, folder, tracker, cluster.pool.stats, warmup=warmup_cost),
         ):
             tracker.add("ray metrics", cluster.metrics_tracker())

@@ -58,8 +58,7 @@ class BestMetric:
         meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
         raise ConfigError(
             f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
-            "would "
-            f"keep no checkpoint.{meant}"
+            f"would keep no checkpoint.{meant}"
         )
 
 
@@ -148,7 +147,7 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
     if not cluster.config.algorithm.curriculum.enabled:
         return None
     checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_worker(0).num_train_prompts()
+    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 

@@ -41,6 +41,7 @@ from rayapp.engine.vllm_arguments import (
     set_process_environment,
     vllm_args,
 )
+from rayapp.engine.vllm_forms import FormReader
 from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
@@ -87,6 +88,7 @@ class VllmEngine:
         """LoRA adapter that samples all completions, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
+        self._forms = FormReader(engine)
         self._updating: Carried | None = None
         """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
         self._num_held = 0
@@ -180,7 +182,10 @@ class VllmEngine:
             queue.close()
         generate_s = time.monotonic() - admitted
         waited_s, num_routed = admitted - started, self._num_routed(request, len(output.token_ids))
-        return whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+        whole = whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+        if not (request.sampling.wants_allowed and request.sampling.structured_outputs):
+            return whole
+        return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
         """Return the number of tokens whose experts the completion must have; None if it is not trained on."""

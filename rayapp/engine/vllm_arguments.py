@@ -17,6 +17,7 @@ from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
+from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 
@@ -139,6 +140,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "enable_prefix_caching": True,
         # Log-probs of the distribution that is sampled from; vLLM's default is before the temperature.
         "logprobs_mode": "processed_logprobs",
+        "structured_outputs_config": {"backend": BACKEND},
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
         # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.

@@ -120,8 +120,8 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(found)} sampled tensors have another checksum where they {what} than where the "
-            f"learner sent them: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(found)} sampled tensors differ, by their checksums, between the learner that sent "
+            f"them and this server, where they {what}: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 

@@ -59,7 +59,7 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
         found, wanted = model.vocabulary, policy.vocabulary
         if found < wanted:
             raise InputError(
-                f"its head has {found} tokens, and the policy's head {wanted}: some tokens would have no log-prob"
+                f"its vocabulary has {found} tokens, but the policy's has {wanted}: some tokens would have no log-prob"
             )
         model.num_tokens = wanted
     except InputError as error:

@@ -46,7 +46,7 @@ from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import whole
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
 from rayapp.learner.sequence import (
     SEQUENCE_ATTENTION,
     OwnTokens,
@@ -116,6 +116,7 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
             rows=moved(rows),
             token_ids=moved(batch.pair_targets[pairs]),
             first_pairs=first_pairs_of(rows, head_positions.size),
+            allowed=None if batch.allowed is None else masks_on(device, batch.allowed.of(heads)),
         ),
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),

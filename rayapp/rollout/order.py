@@ -206,6 +206,12 @@ class Mixing:
         count = self._before[number][source] + owned[:slot].count(source)
         return source, count - self._round(0)[: self._first].count(source)
 
+    def placed(self, request: GroupRequest) -> tuple[int, int]:
+        """Return the index of a training group's source, and the group's index among the groups of this source."""
+        if request.source is None and request.prompt is None:
+            return self.place(request.group_id)
+        return request.source or 0, request.place
+
     def _round(self, number: int) -> tuple[int, ...]:
         """Return the source of each slot of a round."""
         while len(self._owners) <= number:

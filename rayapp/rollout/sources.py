@@ -256,9 +256,7 @@ class Sources:
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
             return index, request.group_id - starts[index]
-        if request.source is None and request.prompt is None:
-            return self._mixing.place(request.group_id)
-        return request.source or 0, request.place
+        return self._mixing.placed(request)
 
     async def close(self) -> None:
         """Close the agents and judges of all sources, even if closing one fails."""

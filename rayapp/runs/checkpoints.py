@@ -220,7 +220,7 @@ def damage(path: Path) -> str | None:
         return f"it can't be read: {error}"
     wrong = [name for name, digest in found.items() if digest != expected.get(name)]
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} is not what was written, by its checksum" if wrong else None
+    return f"{wrong[0]}{more} does not match its checksum" if wrong else None
 
 
 def _why_torn(path: Path) -> str:

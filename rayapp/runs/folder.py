@@ -159,7 +159,7 @@ def check_format_text(text: bytes, where: str) -> None:
         found, writer = int(raw["format"]), str(raw.get("written_by", "another version"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
-            f"{where}/{FORMAT_FILE} can't be read ({error!r}): the folder is damaged, or no run"
+            f"{where}/{FORMAT_FILE} can't be read ({error!r}): the folder is damaged, or is not a run's folder"
         ) from None
     if found > FORMAT:
         raise RunFolderError(

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
 from rayapp.core.types import (
+    AllowedTokens,
     CallRecord,
     ExecRecord,
     ExpertArray,
@@ -78,6 +79,7 @@ _TURN = pa.struct(
 )
 _FORK = pa.struct(_all(_INT, "start", "after"))
 _EXPERTS = pa.struct([("shape", pa.list_(_INT)), ("bytes", pa.large_binary())])
+_ALLOWED = pa.struct([("num_masks", _INT), ("masks", pa.large_binary()), ("mask_of", pa.list_(_INT))])
 SCHEMA = pa.schema(
     [
         ("step", _INT),
@@ -101,10 +103,13 @@ SCHEMA = pa.schema(
         ("forks", pa.list_(_FORK)),
         ("agent_output", _TEXT),
         ("routed_experts", _EXPERTS),
+        ("allowed", _ALLOWED),
     ],
     metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
 _ROW = pa.struct(list(SCHEMA))
+_OPTIONAL = {"allowed"}
+"""Columns that files of the same schema version may lack: without them, every token was allowed."""
 
 
 def write_trajectories(
@@ -179,7 +184,7 @@ def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> 
 
 def _row(step: int, group: Group, index: int, of_response: FloatArray | None) -> dict[str, Any]:
     prompt, trajectory = group.prompt, group.trajectories[index]
-    reward, experts = trajectory.reward, trajectory.routed_experts
+    reward, experts, allowed = trajectory.reward, trajectory.routed_experts, trajectory.allowed
     return {
         "step": step,
         "group_id": group.group_id,
@@ -215,7 +220,19 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "forks": [asdict(fork) for fork in trajectory.forks],
         "agent_output": trajectory.agent_output,
         "routed_experts": None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()},
+        "allowed": None if allowed is None else _as_record(allowed),
     }
+
+
+def _as_record(allowed: AllowedTokens) -> dict[str, Any]:
+    return {"num_masks": len(allowed.masks), "masks": allowed.masks.tobytes(), "mask_of": allowed.mask_of}
+
+
+def _allowed(record: dict[str, Any] | None) -> AllowedTokens | None:
+    if record is None:
+        return None
+    masks = np.frombuffer(record["masks"], np.int32).reshape(record["num_masks"], -1)
+    return AllowedTokens(masks=masks, mask_of=np.array(record["mask_of"], np.int32))
 
 
 def _experts(record: dict[str, Any] | None) -> ExpertArray | None:
@@ -252,7 +269,7 @@ def schema_fault(schema: Any) -> str:
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         return f"has trajectory schema {found}, and this version reads {SCHEMA_VERSION}"
-    missing = [name for name in SCHEMA.names if name not in schema.names]
+    missing = [name for name in SCHEMA.names if name not in schema.names and name not in _OPTIONAL]
     return f"was written by an older rayapp: it has no column {', '.join(missing)}" if missing else ""
 
 
@@ -297,6 +314,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         forks=tuple(Fork(**fork) for fork in row["forks"]),
         agent_output=row["agent_output"],
         routed_experts=_experts(row["routed_experts"]),
+        allowed=_allowed(row.get("allowed")),
     )
 
 

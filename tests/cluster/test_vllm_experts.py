@@ -119,10 +119,12 @@ async def test_experts_are_the_learners_after_every_sync(
         # vLLM leaves the second rank's answer to a call that failed unread, and has room for some; see
         # test_tensor_parallel.py for every kind over two ranks.
         for name, value in list(old.items())[: len(old) if ranks == 1 else 4]:
-            with pytest.raises(WeightSyncError, match=f"have another checksum where they are held.*{re.escape(name)}"):
+            with pytest.raises(
+                WeightSyncError, match=f"differ, by their checksums.*where they are held.*{re.escape(name)}"
+            ):
                 await seal({name: value})
         # Sealed without a load before it: experts are packed already.
-        with pytest.raises(WeightSyncError, match=r"have another checksum where they are held.*mlp\.experts\."):
+        with pytest.raises(WeightSyncError, match=r"differ, by their checksums.*where they are held.*mlp\.experts\."):
             await seal(experts)
     finally:
         await server.close()

@@ -23,7 +23,7 @@ from typing import Any
 
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.images.manifest import this_platform
-from rayapp.sandbox.images.source import ImageSource
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 

@@ -110,7 +110,7 @@ def _groups(job: Manifest) -> Iterator[str]:
         if group.get("resources") and (both := _RESOURCES & started_with.keys()):
             yield f"{where}: resources are both in the group and in rayStartParams ({', '.join(sorted(both))})"
         if "labels" in started_with:
-            yield f"{where}: labels belong into the group, not into rayStartParams"
+            yield f"{where}: labels belong in the group, not in rayStartParams"
         if not group["template"]["spec"].get("containers"):
             yield f"{where}: the first container must be Ray's, there is none"
 

@@ -10,18 +10,28 @@ end every process that they started.
 from __future__ import annotations
 
 import asyncio
+import functools
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxDeadlineError, SandboxQuotaError
+from rayapp.core.errors import (
+    IsolationUnavailableError,
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxQuotaError,
+)
 from rayapp.core.machine import num_cores
 from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.images.reference import is_image
-from rayapp.sandbox.images.source import ImageSource
-from rayapp.sandbox.images.store import Hold
+from rayapp.sandbox.images.store import Hold, Image
+from rayapp.sandbox.images.unpack import MOUNT_POINTS
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
@@ -83,6 +93,43 @@ def why_no_images(refused: Mapping[str, str]) -> str:
     )
 
 
+@functools.cache
+def why_no_images_here() -> str:
+    """Return why this machine's sandboxes can't have images as their roots; empty if they can. The first call tries it
+    with an empty image, in a third of a second."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(_try_empty_image(LEVELS))).result()
+
+
+async def _try_empty_image(levels: Sequence[str]) -> str:
+    refused: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="rayapp-try-image-") as folder:
+        tree = Path(folder, "empty")
+        for path in (Path(folder), tree, *(tree / name for name in MOUNT_POINTS)):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o755)
+        image = Image(
+            name="an empty image", digest="", tree=tree.name, layers=(), num_bytes=0, env=(), workdir="/", uid=0, gid=0,
+            home="/", python="",
+        )  # fmt: skip
+        for level in (level for level in levels if level.startswith("ns")):
+            try:
+                slot = await Slot.start(level, images={"trees": folder, "uid": 0, "gid": 0})
+            except BootError as error:
+                refused[level] = str(error)
+                continue
+            try:
+                await LocalSandbox("local-try-image", slot, SandboxSpec(), lambda _: None, image).run_code(
+                    "pass", timeout_s=10.0
+                )
+                return ""
+            except SandboxError as error:
+                refused[level] = str(error)
+            finally:
+                slot.close()
+    return why_no_images(refused)
+
+
 class LocalProvider:
     """Makes local sandboxes, for one event loop; see `rayapp.core.protocols.SandboxProvider`."""
 
@@ -106,7 +153,8 @@ class LocalProvider:
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
             images: source of images; None is the default cache.
         """
-        self._images = images or ImageSource()
+        self.images = images or ImageSource()
+        """The cache of images, and their pulls."""
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or num_cores()
@@ -131,7 +179,7 @@ class LocalProvider:
         hold: Hold | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                hold = await self._images.hold(spec.template) if spec.template else None
+                hold = await self.images.hold(spec.template) if spec.template else None
                 kind = self._kind_of(spec, hold)
                 slot = self._take_idle(kind) or await self._start(kind)
         except TimeoutError:
@@ -208,7 +256,7 @@ class LocalProvider:
         levels, images = self._levels, None
         if user is not None:
             levels = tuple(level for level in levels if level.startswith("ns"))
-            images = {"trees": str(self._images.trees), "uid": user[0], "gid": user[1]}
+            images = {"trees": str(self.images.trees), "uid": user[0], "gid": user[1]}
         if with_loopback:
             levels = tuple(f"{level}+lo" for level in levels if f"{level}+lo" in LOOPBACK_LEVELS)
         paths = locate(packages)

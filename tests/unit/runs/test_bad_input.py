@@ -204,7 +204,7 @@ def test_a_storage_that_fails_while_a_run_is_viewed_is_told_and_made_up_for(prox
 def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "format.json").write_text('{"form')
 
-    with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or no run"):
+    with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or is not a run's folder"):
         check_format(tmp_path)
 
 

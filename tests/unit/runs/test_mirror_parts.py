@@ -376,7 +376,8 @@ async def test_a_checkpoint_that_the_disk_damaged_after_its_commit_is_never_sent
     assert found.described.version == 2
     assert sending.pending() == {}  # it is refused, not retried forever
     assert (
-        caplog.text.count("step=000004 was not uploaded and is refused: learner/weights is not what was written") == 1
+        caplog.text.count("step=000004 was not uploaded and is refused: learner/weights does not match its checksum")
+        == 1
     )
 
 
