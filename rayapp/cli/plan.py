@@ -109,7 +109,9 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     most = largest_micro_batch(shape, config, gpu)
     yield (
-        f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
+        f"largest micro-batch that fits: {most} tokens"
+        if most
+        else "a micro-batch of the longest sequence does not fit"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
     step_s = sum(row.speed.seconds for row in rows)

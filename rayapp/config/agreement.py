@@ -116,6 +116,11 @@ def _external_agents_fit(config: Keys) -> None:
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
             )
+        if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
+            raise ValueError(
+                f"{where}agent.external.structured is guide, but the teacher of distillation knows nothing of forms. "
+                "Use free or refuse."
+            )
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
             raise ValueError(

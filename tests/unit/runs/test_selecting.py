@@ -84,5 +84,5 @@ def test_when_nothing_is_good_enough_no_file_is_left(run: Path, tmp_path: Path) 
 
 
 def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no steps to choose from"):
+    with pytest.raises(InputError, match="has no recorded steps to select from"):
         select_from_run(tmp_path, tmp_path / "out.parquet", Selection(min_reward=1.0))
