@@ -6,6 +6,7 @@ The arithmetic is in `rayapp/learner/memory/`; this file prints it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Annotated
 
 import typer
@@ -15,13 +16,14 @@ from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, UserError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
     largest_server_share,
     nearest_that_fits,
     overrides_between,
+    without_autos,
 )
 from rayapp.learner.memory.plan import (
     GpuPlan,
@@ -32,10 +34,11 @@ from rayapp.learner.memory.plan import (
     plan_model_servers,
     plan_node,
     plan_server,
-    with_token_budget,
 )
 from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
+from rayapp.rollout.images import each_once, images_of_prompts
+from rayapp.sandbox.providers.table import image_source
 
 app = typer.Typer()
 
@@ -52,10 +55,11 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     Raises:
         InputError: the model is unknown.
     """
-    shape = model_shape(config)
-    if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, gpu.room)
-        print(f"learner.max_tokens_per_microbatch is auto: planned with {config.learner.token_budget}")
+    shape, given = model_shape(config), config
+    config = without_autos(shape, config, gpu)
+    for override in overrides_between(given, config):
+        key, _, value = override.partition("=")
+        print(f"{key} is auto: planned with {value}")
     plan = plan_gpu(shape, config, gpu)
     for line in plan_lines(shape, config, gpu, plan):
         print(line)
@@ -72,6 +76,8 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
+    for line in image_lines(config):
+        print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
@@ -103,7 +109,9 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     most = largest_micro_batch(shape, config, gpu)
     yield (
-        f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
+        f"largest micro-batch that fits: {most} tokens"
+        if most
+        else "a micro-batch of the longest sequence does not fit"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
     yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
@@ -112,7 +120,7 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
     """Yield a line if servers could have a larger share of the GPU, with the time that generation would gain."""
-    now, most = config.server.gpu_memory_utilization, largest_server_share(shape, config, gpu)
+    now, most = config.server.gpu_share, largest_server_share(shape, config, gpu)
     if not plan.fits or most <= now:
         return
     larger = with_values(config, server={"gpu_memory_utilization": most})
@@ -179,7 +187,7 @@ def _needs(config: Config, plan: GpuPlan) -> Iterator[tuple[str, int, str]]:
     yield "while weights are sent", plan.sending, buffers + awake
     beside = plan.beside_server - server.graphs
     stays = f" + {_gib(beside)} learner while a replaced server gets its weights" if plan.is_shared else ""
-    share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_memory_utilization:g}"
+    share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_share:g}"
     yield "while generating", plan.generating, f"{share} + {_gib(server.graphs)} graphs{stays}"
 
 
@@ -196,11 +204,36 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if abs(num_bytes) < 10 * GIB else f"{num_bytes / GIB:.1f}"
 
 
+def image_lines(config: Config) -> Iterator[str]:
+    """Yield the number of images that the tasks need, and their size against the cache's limit; nothing without any."""
+    section = config.sandbox.local
+    try:
+        names = each_once((*images_of_prompts(config), *images_of_prompts(config, held_out=True)))
+    except UserError as error:
+        yield f"images: not counted, as a task can't be used: {error}"
+        return
+    if not names or section is None:
+        return
+    cache = image_source(section)
+    known = {image.digest: image.num_bytes for name in names if (image := cache.find(name)) is not None}
+    num_bytes, limit = sum(known.values()), round(section.image_cache_gib * GIB)
+    yield (
+        f"images: the tasks need {len(names)}; {len(known)} are unpacked on this machine, with {_gib(num_bytes)} GiB. "
+        f"Each node keeps at most {section.image_cache_gib:g} GiB (sandbox.providers[].image_cache_gib)"
+    )
+    expected = num_bytes // len(known) * len(names) if known else 0
+    if expected > limit:
+        yield (
+            f"  all together about {_gib(expected)} GiB, more than the cache holds: nodes will pull images again and "
+            f"again. Raise image_cache_gib, or spread the run over {ceil(expected / limit)} or more nodes"
+        )
+
+
 def plan_on_cpu(config: Config) -> bool:
     """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
-    for line in host_lines(shape, config, plan, have):
+    for line in (*host_lines(shape, config, plan, have), *image_lines(config)):
         print(line)
     return plan.total <= have
 
@@ -230,7 +263,11 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help=f"{', '.join(GPUS)}; default: this machine's GPUs. A config for CPU needs no GPU.")
+        str,
+        typer.Option(
+            help=f"{', '.join(GPUS)}, or its figures, memory_gib=94,memory_gb_s=3900,tflops=835; default: this "
+            "machine's GPUs. A config for CPU needs no GPU."
+        ),
     ] = "",
     model_config: ModelConfig = None,
     simulate: Annotated[

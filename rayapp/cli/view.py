@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        # Listen at once: until then a second viewer could bind the same port.
+        # Listen immediately: until then a second viewer could bind the same port.
         listening.listen(128)
     except OSError as error:
         listening.close()
@@ -81,7 +81,7 @@ def view(
         from rayapp.runs.view.source import open_source, run_uris
     shown = [ViewedRun(open_source(run), tokenizer) for uri in runs for run in run_uris(uri)]
     for run in shown:
-        run.refresh()  # so that the first page has rows at once; later pages load in the background
+        run.refresh()  # so that the first page has rows immediately; the rest loads in the background
     if tokenizer is not None:
         shown[0].tokenizer()  # report a wrong path now, not when a trajectory is opened
     secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""

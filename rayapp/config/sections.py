@@ -205,8 +205,9 @@ class ServerSection(FrozenModel):
     """Number of GPUs of one node over which a server splits the model."""
     dtype: Dtype = "bfloat16"
     """Number format of the servers' weights and computation."""
-    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
-    """Share of the GPU's memory that vLLM takes; unused on CPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
+    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that fits by the plan, less 3%
+    of the GPU (docs/scale.md)."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
@@ -256,6 +257,12 @@ class ServerSection(FrozenModel):
     def is_eager(self, *, on_gpu: bool) -> bool:
         """Return True if vLLM neither compiles nor captures graphs."""
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
+
+    @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization` as a number. A server replaces auto before this is read."""
+        assert not isinstance(self.gpu_memory_utilization, str), "auto was not replaced by a number"
+        return self.gpu_memory_utilization
 
     @property
     def gpu_batched_tokens(self) -> int:
@@ -352,7 +359,7 @@ class ClusterSection(FrozenModel):
     """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
     """GPUs of servers and learners. split: separate GPUs. colocated: shared GPUs, on which servers sleep while learners
-    train; only for synchronous runs. Without GPUs both are the same."""
+    train; only for synchronous runs and train.partial_rollouts. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs that this run may use, checked before anything starts. null: as many as the cluster has."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)

@@ -17,7 +17,7 @@ from rayapp.runs.view.curves import Curves, Panel
 
 SMOOTHED_STEPS = 5
 COLOURS = ("#1f5fbf", "#c2500a", "#1b7a46", "#8a3ab0", "#b0186e", "#7a6200", "#0a7683", "#66513d")
-# Any: matplotlib's stubs want a literal type for each of its keys.
+# Typed as Any, because matplotlib's stubs require a literal type for each key.
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -31,10 +31,9 @@ _STYLE: Any = {
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`; nothing if no step was logged.
-
-    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A run on demonstrations
-    only gets its losses.
+    """Draw `rewards.png` beside `metrics.jsonl`; do nothing if no step was logged.
+    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A supervised run gets a
+    plot of its losses.
     """
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:

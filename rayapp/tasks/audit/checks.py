@@ -62,12 +62,14 @@ class TaskReport:
     nothing: float | None = None
     """Highest reward of a no-op or empty answer."""
     solution: str = ""
-    """Runs in which the solution earned 1 and all runs, e.g. `20/20`; `none` if the task has no solution."""
+    """Number of runs in which the solution earned 1, and of all runs, e.g. `20/20`; `none` if the task has no
+    solution.
+    """
     trivial: float | None = None
     """Highest mean reward, over a few seeds, of a trivial answer."""
     trivial_answer: str = ""
     cheats: str = ""
-    """Cheats that earned a reward and all cheats, e.g. `0/17`."""
+    """Number of cheats that earned a reward, and of all cheats, e.g. `0/17`."""
     solve_rate: float | None = None
     """Share of a policy's trajectories that solved the task; None if none is given."""
     findings: tuple[AuditFinding, ...] = ()
@@ -89,7 +91,7 @@ class Auditor:
 
     Args:
         runs: number of times that the solution and no-op answers are scored, each time with another seed.
-        max_trivial: maximum reward of a trivial answer that is no finding.
+        max_trivial: maximum reward of a trivial answer; a higher one is a finding.
     """
 
     subject: Subject
@@ -234,7 +236,7 @@ class Auditor:
     async def _cheats(self, floor: float) -> str:
         score, paid = self.subject.score_cheat or self.subject.score, 0
         for cheat in self.subject.cheats:
-            # A cheat that ends its sandbox gets no verdict, and so no reward.
+            # A cheat that ends its sandbox gets no verdict, and therefore no reward.
             reward = await score(cheat.text, self.sandboxes, 0)
             if reward.valid and (_is_solved(reward) or reward.value > floor + _TINY):
                 paid += 1
@@ -266,7 +268,9 @@ def _is_solved(reward: Reward) -> bool:
 def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
     """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
-    return [AuditFinding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
+    return [
+        AuditFinding(task=name, check="duplicate", detail=f"its prompt equals that of {first}") for name, first in found
+    ]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:

@@ -318,7 +318,7 @@ class RepositoryTask:
         fails.
 
         If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
-        fraction, the code must have passed all of them: the script may not run the test of a single one.
+        fraction, the code must have passed all of them: the script might not run the test of a single sentinel.
         """
         sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
         passed = []

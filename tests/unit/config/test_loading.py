@@ -176,16 +176,19 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
-            "distillation.reward_weight is 0: rewards that have no weight",
+            "distillation.reward_weight is 0: rewards without a weight",
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
             "adv_estimator grpo_passk compares the trajectories of a group",
         ),
-        (["rollout.group_size=1", "algorithm.adv_estimator=remax"], "the greedy baseline of remax"),
+        (
+            ["rollout.group_size=1", "algorithm.adv_estimator=remax"],
+            "remax takes the last trajectory of a group as greedy baseline",
+        ),
         (
             ["algorithm.kl_in_reward={coef: 0.1, control: adaptive, horizon: 10}", "train.groups_per_step=4"],
-            "0.2 x 64 / 10 of itself, to 0 or below. Use a horizon above 12",
+            "factor 0.2 x 64 / 10, to 0 or below. Use a horizon above 12",
         ),
         (
             ["algorithm.kl_in_reward.coef=0.1", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_terms=[a]"],

@@ -59,7 +59,7 @@ def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) ->
 def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
 
-    with pytest.raises(RunFolderError, match=r"costs\.json can't be read.*Delete it to count from 0"):
+    with pytest.raises(RunFolderError, match=r"costs\.json can't be read.*Delete this file to count from 0"):
         Costs.open(PRICES, 1, tmp_path)
 
 
@@ -86,7 +86,7 @@ async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(tmp_path: Pat
 
 async def test_a_run_whose_budget_is_spent_does_not_start_again(tmp_path: Path) -> None:
     costs = Costs.open(BudgetSection(cap=1.0), 0, tmp_path, warmup=1.5)
-    with pytest.raises(BudgetSpentError, match=r"Raise budget\.cap and give the same command to go on"):
+    with pytest.raises(BudgetSpentError, match=r"raise budget\.cap and run the same command"):
         async with counting(costs, lambda: 1, pool, print):
             pytest.fail("it started")
 

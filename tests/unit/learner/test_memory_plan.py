@@ -19,6 +19,7 @@ from rayapp.learner.memory.nearest import (
     largest_server_share,
     nearest_that_fits,
     overrides_between,
+    without_autos,
 )
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
@@ -32,6 +33,7 @@ from rayapp.learner.memory.plan import (
 )
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
+from rayapp.learner.memory.token_budget import compare_with_plan
 
 SHAPE = ModelShape(
     num_parameters=1_000,
@@ -430,3 +432,43 @@ def test_the_plan_is_what_a_learner_holds(tiny_model: Path, rank: int) -> None:
         assert plan.moments[0].head > kept_logits
     finally:
         learner.close()
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("b200", 2250), ("B200", 2250), ("GB200", 2500), ("MI300X", 1307),
+    ("RTX 5090", 209), ("rtx-4090", 165), ("L40S", 362), ("H200", 989), ("a100", 312)])  # fmt: skip
+def test_gpus_are_known_in_any_spelling(name: str, tflops: float) -> None:
+    assert gpu_called(name).tflops == tflops
+
+
+def test_a_gpu_can_be_given_by_its_figures() -> None:
+    gpu = gpu_called("memory_gib=94, memory_gb_s=3900,tflops=835")
+    assert (gpu.gib, gpu.memory_gb_s, gpu.tflops, gpu.link_gb_s) == (94, 3900, 835, 32)
+    for wrong in (
+        "memory_gib=94,tflops=835",
+        "memory_gib=94,memory_gb_s=x,tflops=1",
+        "memory_gib=1e999,tflops=-1",
+        "tpu",
+    ):
+        with pytest.raises(InputError, match="give the figures"):
+            gpu_called(wrong)
+
+
+def test_an_auto_share_fits_and_leaves_a_margin() -> None:
+    shared = {"cluster": {"placement": "colocated"}, "server": {"num_servers": 8, "gpu_memory_utilization": "auto"}}
+    auto = Config.model_validate(
+        shared | {"cluster": {"placement": "colocated", "device": "gpu", "num_gpus": 8},
+                  "learner": {"num_learners": 8, "max_tokens_per_microbatch": "auto", "activation_checkpointing": True}}
+    )  # fmt: skip
+    numbers = without_autos(QWEN3_8B, auto, H100)
+    assert plan_gpu(QWEN3_8B, numbers, H100).fits
+    assert numbers.server.gpu_share == pytest.approx(largest_server_share(QWEN3_8B, auto, H100) - 0.03)
+    assert numbers.learner.token_budget >= auto.max_learner_tokens
+
+
+def test_the_first_step_is_compared_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    metrics = compare_with_plan(20 * GIB, 21 * GIB, left=9 * GIB, tokens=4096)
+    assert metrics["memory/first_step_measured_gib"] == 20
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    compare_with_plan(26 * GIB, 21 * GIB, left=3 * GIB, tokens=4096)
+    assert "set learner.max_tokens_per_microbatch, now 4096, to 2048" in caplog.records[-1].message

@@ -153,7 +153,7 @@ async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_note
     ]
     found = await audited(sandboxes, *tasks, runs=1)
 
-    assert found.said == ["duplicate: it asks the same as d0"]
+    assert found.said == ["duplicate: its prompt equals that of d0"]
     assert [report.notes.get("tests") for report in found.reports] == [None, "the same as d0's", "the same as d0's"]
 
 
