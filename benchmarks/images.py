@@ -102,8 +102,6 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
                 found[name] += [taken] if number >= 0 else []
     finally:
         await provider.close()
-        if (mounted := work / "podman/overlay").is_mount():
-            await command_ms(["umount", str(mounted)])
     return found
 
 
@@ -205,6 +203,8 @@ def main() -> None:
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayapp-images-")))
         work.chmod(0o755)
+        # podman leaves a mount of its folder on itself.
+        stack.callback(subprocess.run, ["umount", "-q", str(work / "podman/overlay")], check=False)
         folder = work / "oci"
         make_image(folder, settings.mib)
         cache = ImageSource(folder=str(work / "cache"))

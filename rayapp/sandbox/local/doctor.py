@@ -434,7 +434,11 @@ async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> A
     try:
         facts = {**canary.facts, "has_image": sandbox.has_image, **await _earlier_execution(sandbox, attack)}
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
-        problems = [*judge(attack, report, on_image=sandbox.has_image), *canary.damage(), *await _honest_problems(sandbox)]
+        problems = [
+            *judge(attack, report, on_image=sandbox.has_image),
+            *canary.damage(),
+            *await _honest_problems(sandbox),
+        ]
     except SandboxError as error:
         # Count this as a finding: code that can end its own sandbox may end other sandboxes too.
         problems = [f"the sandbox failed: {error}"]
