@@ -107,8 +107,15 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
         f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
-    yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
+    yield f"a step: about {step_seconds(config, rows):.0f} s, if"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+
+
+def step_seconds(config: Config, rows: list[PhaseRow]) -> float:
+    """Return the seconds of a step. Asynchronous servers sample while the learners train: the slower side counts."""
+    servers = sum(row.speed.seconds for row in rows if row.phase == "generate")
+    learners = sum(row.speed.seconds for row in rows) - servers
+    return servers + learners if config.train.takes_turns else max(servers, learners)
 
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
