@@ -72,6 +72,7 @@ __all__ = [
     "Cluster",
     "LearnerGroup",
     "RolloutWorkerHandle",
+    "Router",
     "StandIns",
     "one_connection",
     "open_cluster",
