@@ -74,7 +74,7 @@ def repository_task() -> RepositoryTask:
 
 
 async def work(sandbox: Sandbox, task: RepositoryTask, agent: Mapping[str, Any]) -> None:
-    """Run the agent's script in its workspace, which holds the repository."""
+    """Run the agent's script in its workspace, which has the repository."""
     files = dict(task.folder.repository)
     if "above" in agent or "median" in agent:
         body = f"    return {agent['median']}" if "median" in agent else "    return None"
@@ -99,7 +99,7 @@ async def paid_in_its_own_box(source: PoolClient, task: RepositoryTask, agent: M
 
 
 def script_task(*, sentinels: int = 12) -> RepositoryTask:
-    """Return the same task, judged by a script as Harbor's tasks are, with at most so many sentinels."""
+    """Return the same task, judged by a test script like Harbor's tasks, with at most this number of sentinels."""
     task = repository_task()
     files = {"test.sh": SCRIPT.encode(), "test_hidden.py": TESTS.encode()}
     script = TestScript(files=files, env=(), image="")
@@ -108,7 +108,7 @@ def script_task(*, sentinels: int = 12) -> RepositoryTask:
 
 
 async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
-    """Return whether `rayapp`'s own grading of the task pays the agent."""
+    """Return True if rayapp's grading rewards the agent."""
     async with source.lease(task.spec, timeout_s=60.0) as sandbox:
         await work(sandbox, task, agent)
         answer = await task.collect(sandbox)
@@ -117,13 +117,13 @@ async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[st
 
 
 def honest() -> dict[str, Any]:
-    """Return an agent that solves the task: both ways of grading have to pay it."""
+    """Return an agent that solves the task, which every way of grading must reward."""
     solution = resources.files("rayapp.tasks").joinpath(f"library/repositories/{TASK}/solution/stats.py").read_text()
     return {"name": "does the task", "files": {"stats.py": solution}}
 
 
 async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
-    """Return, for each way of grading, the agents that it pays."""
+    """Return, for each way of grading, the agents that it rewards."""
     tasks = {"ours": repository_task(), "bare script": script_task(sentinels=0), "trusted script": script_task()}
     paid = {name: list[str]() for name in RULES}
     for agent in (honest(), *AGENTS):

@@ -1,6 +1,6 @@
 """Run a command as an ordinary container would: Docker's default capabilities, refused system calls and mounts.
 
-    python -m scripts.like_docker COMMAND ...           as root; what most hosts give
+    python -m scripts.like_docker COMMAND ...           as root; like on most hosts
     python -m scripts.like_docker --bare COMMAND ...    on a kernel without Landlock
 
 Mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Network: only a loopback without IPv6. It does not

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +19,7 @@ from rayapp.config.agreement import CAPABILITIES, gpu_problems
 from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
-from rayapp.core.errors import InputError
+from rayapp.core.errors import InputError, UserError
 from rayapp.core.machine import available_memory
 from rayapp.learner.memory.nearest import (
     largest_micro_batch,
@@ -37,8 +38,10 @@ from rayapp.learner.memory.plan import (
     plan_node,
     plan_server,
 )
-from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
+from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
+from rayapp.rollout.images import each_once, images_of_prompts
+from rayapp.sandbox.providers.table import image_source
 
 if TYPE_CHECKING:
     from rayapp.driver.forecast import Plays
@@ -79,6 +82,8 @@ def plan_command(config: Config, gpu: Gpu, *, fake_tensors: bool = False) -> boo
     missed = list(late(config, generate(shape, config, gpu, plan.server).seconds))
     for line in missed:
         print(f"TOO LATE {line}")
+    for line in image_lines(config):
+        print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
 
@@ -87,7 +92,7 @@ COLUMNS_SIMULATED = ("s/step", "tokens/s", "servers idle", "learners idle", "sta
 LEGEND = """
 tokens/s: sampled tokens that were trained. idle: share of the time without work; GPUs that servers and learners share
 are idle in turns. staleness: versions, mean over groups. late: trajectories dropped at the group's deadline. cost/step:
-GPUs at budget.gpu_hour. Servers, store and groups run as in a run; the seconds are the plan's (docs/scale.md)."""
+GPUs and nodes by `budget`. Servers, store and groups run as in a run; the seconds are the plan's (docs/scale.md)."""
 
 
 def compare_variants(
@@ -118,8 +123,8 @@ def _simulated(
     found = forecast(config, Seconds.planned(shape, config, gpu), plays(config), num_steps=num_steps)
     yield from (f"{found.step_s:.1f}", f"{found.tokens_per_s:.0f}", f"{found.servers_idle:.0%}")
     yield from (f"{found.learners_idle:.0%}", f"{found.mean_staleness:.2f}", str(found.num_late))
-    price = config.budget.gpu_hour * num_gpus_of(bundles_of(config))
-    yield f"{price / 3600 * found.step_s:.3f}" if price else "-"
+    *_, hourly = hourly_price(config)
+    yield f"{hourly / 3600 * found.step_s:.3f}" if hourly else "-"
 
 
 def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
@@ -149,11 +154,37 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     most = largest_micro_batch(shape, config, gpu)
     yield (
-        f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
+        f"largest micro-batch that fits: {most} tokens"
+        if most
+        else "a micro-batch of the longest sequence does not fit"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
-    yield f"a step: about {step_seconds(config, rows):.0f} s, if"
+    step_s = step_seconds(config, rows)
+    yield f"a step: about {step_s:.0f} s, if"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+    yield from cost_lines(config, step_s)
+
+
+def cost_lines(config: Config, step_s: float) -> Iterator[str]:
+    """Yield the price of all steps by `budget`; nothing without prices of GPUs or nodes."""
+    prices, (num_gpus, num_nodes, hourly) = config.budget, hourly_price(config)
+    if not hourly:
+        return
+    hours = config.train.num_steps * step_s / 3600
+    yield (
+        f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
+        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour; without the start, evaluations, remote "
+        "sandboxes, judges and a teacher behind a URL"
+    )
+    if prices.cap and hours * hourly > prices.cap:
+        yield f"  more than budget.cap ({prices.cap:g}): the run would end after about {prices.cap / hourly:.1f} h"
+
+
+def hourly_price(config: Config) -> tuple[int, int, float]:
+    """Return the number of GPUs and of nodes that a run takes, and their price an hour by `budget`."""
+    num_gpus = num_gpus_of(bundles_of(config))
+    num_nodes = ceil(num_gpus / NODE_GPUS)
+    return num_gpus, num_nodes, num_gpus * config.budget.gpu_hour + num_nodes * config.budget.node_hour
 
 
 def step_seconds(config: Config, rows: list[PhaseRow]) -> float:
@@ -249,11 +280,36 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if abs(num_bytes) < 10 * GIB else f"{num_bytes / GIB:.1f}"
 
 
+def image_lines(config: Config) -> Iterator[str]:
+    """Yield the number of images that the tasks need, and their size against the cache's limit; nothing without any."""
+    section = config.sandbox.local
+    try:
+        names = each_once((*images_of_prompts(config), *images_of_prompts(config, held_out=True)))
+    except UserError as error:
+        yield f"images: not counted, as a task can't be used: {error}"
+        return
+    if not names or section is None:
+        return
+    cache = image_source(section)
+    known = {image.digest: image.num_bytes for name in names if (image := cache.find(name)) is not None}
+    num_bytes, limit = sum(known.values()), round(section.image_cache_gib * GIB)
+    yield (
+        f"images: the tasks need {len(names)}; {len(known)} are unpacked on this machine, with {_gib(num_bytes)} GiB. "
+        f"Each node keeps at most {section.image_cache_gib:g} GiB (sandbox.providers[].image_cache_gib)"
+    )
+    expected = num_bytes // len(known) * len(names) if known else 0
+    if expected > limit:
+        yield (
+            f"  all together about {_gib(expected)} GiB, more than the cache holds: nodes will pull images again and "
+            f"again. Raise image_cache_gib, or spread the run over {ceil(expected / limit)} or more nodes"
+        )
+
+
 def plan_on_cpu(config: Config) -> bool:
     """Print the memory that a run on this machine's CPU takes. Returns True if it fits."""
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
-    for line in host_lines(shape, config, plan, have):
+    for line in (*host_lines(shape, config, plan, have), *image_lines(config)):
         print(line)
     return plan.total <= have
 

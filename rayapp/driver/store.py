@@ -48,7 +48,7 @@ class GroupCounts:
     trained: int
     dropped: int
     issued: int
-    """Ids handed out so far: the sum of the five counts above."""
+    """Number of ids handed out so far: the sum of the five counts above."""
 
     def balances(self) -> bool:
         return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
@@ -65,7 +65,7 @@ class TrajectoryStore(Generic[RefT]):
         num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
         next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
         straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
-            0 keeps the order of ids. In any case a group is waited for before it could grow too stale.
+            0 keeps the order of ids. A step always waits for a group that would otherwise become too stale.
         waiting: finished groups that a checkpoint kept.
         done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
         refuses: returns whether to drop a finished group, given its summary and its place in the step.
@@ -198,8 +198,8 @@ class TrajectoryStore(Generic[RefT]):
             self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """Return the next `num_groups` groups, oldest first, once that many are ready and no earlier group must be
-        waited for.
+        """Return the next `num_groups` groups, oldest first. Wait until enough are ready, and for earlier groups that
+        must not be overtaken.
 
         Groups are taken in the order of ids, not of arrival: a step's groups must not depend on which server was
         faster. Up to `straggler_window` groups may be taken before a group that is still being generated, unless that
@@ -237,7 +237,9 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Return whether every other group can still be trained in time, at `groups_per_step` a step."""
+        """Return True if all other groups can still be trained before they are too stale, at `groups_per_step` per
+        step.
+        """
         taken = set(ids)
         rest = sorted(
             self._admitted_for[group_id] + self._max_staleness
@@ -252,7 +254,7 @@ class TrajectoryStore(Generic[RefT]):
         if staleness > self._max_staleness:
             raise AssertionError(
                 f"group {summary.group_id} was sampled by version {summary.min_policy_version} and would be trained by "
-                f"{self._version}: {staleness} steps stale, the bound is {self._max_staleness}"
+                f"{self._version}: it is {staleness} steps stale, but train.max_staleness is {self._max_staleness}"
             )
 
     async def release(self, version: int) -> None:
@@ -306,12 +308,12 @@ class TrajectoryStore(Generic[RefT]):
 
 
 def _num_above(group_id: int, ids: Sequence[int]) -> int:
-    """Return how many of these sorted ids are higher."""
+    """Return the number of ids above `group_id` in a sorted list."""
     return len(ids) - bisect_right(ids, group_id)
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
-    """Return the oldest version that each kept group can have been admitted for, by id.
+    """Return, by group id, the oldest version for which each kept group can have been admitted.
 
     Groups are admitted in the order of their ids, so the version for which a group was admitted is at most the version
     that sampled any later group. The version that sampled the group itself may be newer, if it was issued again.

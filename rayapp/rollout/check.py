@@ -1,6 +1,6 @@
 """Checks of a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
 
-Tools behind a service are not among the checks: the rollout workers check them at their start, from their own machines.
+Tools behind a service are not checked here: the rollout workers check them at their start, from their own machines.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
 
 
 async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
-    """Compile an empty program in each language in a sandbox of the run's."""
+    """Compile an empty program in each language, in one of the run's sandboxes."""
     if not languages:
         return
     try:

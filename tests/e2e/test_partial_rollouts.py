@@ -21,28 +21,36 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 700.0
 SAVED, NUM_STEPS, GROUPS_PER_STEP, MAX_STALENESS = 4, 7, 2, 2
+LONG = 220
 
 
 @pytest.fixture(scope="module")
-def folder(short_run: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    short_run: Callable[..., dict[str, Any]], letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run of four steps, and its resume, which takes three more."""
     output = tmp_path_factory.mktemp("partial")
     config = short_run(
         output,
         run={"output_dir": str(output), "name": "partial"},
         cluster={"device": "cpu", "dashboard": False},
-        rollout={"max_completion_tokens": 64},
+        rollout={"group_size": 6, "max_prompt_tokens": 32, "max_completion_tokens": LONG},
         train={
             "groups_per_step": GROUPS_PER_STEP,
             "max_staleness": MAX_STALENESS,
             "partial_rollouts": True,
-            "extra_groups": 2,
+            "extra_groups": 3,
         },
         algorithm={"rollout_correction": {"level": "token"}},
-        # A group and a half at once: when two groups are whole, another one is in its middle.
-        server={"kv_cache_gib": 0.1, "cpu_threads": 1, "max_num_seqs": 6},
+        learner={"max_tokens_per_microbatch": 512, "compute_dtype": "float32", "cpu_threads": 1},
         checkpoint={"every_steps": 2, "asynchronous": False},
     )
+    # Short groups are whole while the long ones that began with them are in their middle.
+    del config["tasks"]
+    config["sources"] = [
+        {"name": name, "ratio": 1, "tasks": letter_tasks, "rollout": {"max_completion_tokens": most}}
+        for name, most in (("short", 6), ("long", LONG))
+    ]
     file = output / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     for number, num_steps in enumerate((SAVED, NUM_STEPS)):

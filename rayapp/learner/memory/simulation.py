@@ -103,7 +103,7 @@ def _step(
     optimizer = make_optimizer(model, config.learner.optimizer)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # the sum of the micro-batches before this one
-    optimizer.step()  # makes the moments
+    optimizer.step()  # creates AdamW's moments
     kinds = {
         "weights": _bytes(model.parameters()),
         "frozen": sum(_bytes(other.parameters()) for other in frozen.values()),
@@ -172,7 +172,7 @@ class FakeMeter(CpuMeter):
         if active_fake_mode() is not self._mode:  # DTensor only infers the shape of a result
             return func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
-            return args[0]  # on fake tensors it would make a copy
+            return args[0]  # on fake tensors this operator would make a copy
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

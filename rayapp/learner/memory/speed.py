@@ -40,7 +40,10 @@ HOST_GB_S = 20.0
 """Bandwidth of a process to host memory, for AdamW there and for weights through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
-    f"products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links {MEMORY_SHARE:.0%}",
+    (
+        f"matrix products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links "
+        f"{MEMORY_SHARE:.0%}"
+    ),
     f"gathering overlaps computing; a GPU has {NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs",
     "MFU counts each product once, without recomputation, over all GPUs of the phase",
 )
@@ -290,9 +293,9 @@ class PhaseRow:
     """Kind of GPU: `shared`, `server` or `learner`."""
     speed: Speed
     learner_stays: int = 0
-    """Shards, AdamW's moments, CUDA."""
+    """The learner's permanent bytes: shards, AdamW's moments, CUDA."""
     learner_works: int = 0
-    """Gradients, gathered weights, activations and logits, at their peak."""
+    """The learner's temporary bytes at their peak: gradients, gathered weights, activations and logits."""
     engine: int = 0
     """vLLM's weights, working memory and CUDA; asleep only CUDA."""
     kv_cache: int = 0

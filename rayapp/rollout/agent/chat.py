@@ -131,7 +131,7 @@ class ChatFormat:
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
 
     def num_said(self, token_ids: Sequence[int]) -> int:
-        """Return the number of a turn's tokens before those that may be the end of the turn."""
+        """Return the number of a turn's tokens before the tokens that may belong to its end."""
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
@@ -191,8 +191,8 @@ class ChatFormat:
         except ConfigError:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
-        # The generation prompt may differ from the beginning of a finished turn: it may open a thought that the
-        # finished turn lacks.
+        # The generation prompt may differ from the beginning of a finished turn: it may open a thought, and finished
+        # turns may have none.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
         return self.turn_text(told_ids[len(list(shared)) :])
 
@@ -211,7 +211,7 @@ class ChatFormat:
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
             return self._after_turn(messages)
-        frames = self._frames  # Threads of several sessions call this.
+        frames = self._frames  # local name: threads of several sessions call this method
         if key not in frames:
             if len(frames) >= _MOST_FRAMES:
                 self._frames = frames = {}
@@ -233,8 +233,9 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render without the tools. Templates write them before the first message, they are long, and the callers need
-        only later text."""
+        """Render without the tools: templates write tools before the first message, and callers need only later
+        text.
+        """
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -276,7 +277,9 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn: a turn of text or, if that fails, of calls."""
+        """Return the template's text for two tool results after a turn: a turn with text or, if that fails, a turn with
+        calls.
+        """
         try:
             rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):

@@ -3,31 +3,37 @@
     name -> top document -> manifest for this platform -> configuration -> layers (several at once) -> tree -> record
 
 One process downloads and unpacks a layer; other processes that need the layer wait for its lock, and then find it
-unpacked. Blocking; call it in a thread.
+unpacked. `pull` blocks; `ImageSource` calls it in threads. `build` builds a Dockerfile into the cache.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rayapp.core.errors import ImageError, SandboxError, SandboxUnavailableError
+from rayapp.core.errors import ImageError, SandboxError, SandboxUnavailableError, one_line
 from rayapp.sandbox.images import manifest as documents
 from rayapp.sandbox.images.manifest import ImageConfig, Layer
-from rayapp.sandbox.images.reference import Reference
+from rayapp.sandbox.images.reference import Reference, parse
 from rayapp.sandbox.images.sources import Source, open_source
-from rayapp.sandbox.images.store import Hold, Image, Store, blob_lock, layer_lock
+from rayapp.sandbox.images.store import Hold, Image, Store, blob_lock, layer_lock, open_store
 from rayapp.sandbox.local.inside.privileges import images_uid
 
+log = logging.getLogger(__name__)
 CODE_PATH = str(Path(__file__).resolve().parents[3])
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.images.unpack import main; main()"
 _MAX_FILES = 2_000_000
@@ -94,8 +100,9 @@ class _Plan:
 
 
 def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
-    """Return the name with its current digest, without downloading the image. Raises the errors of `pull`."""
-    if reference.is_pinned:
+    """Return the name with its current digest, without downloading the image. A name with a digest is looked up, too.
+    Raises the errors of `pull`."""
+    if reference.kind != "registry":
         return reference
     wanted = wanted or Wanted()
     source = open_source(reference, wanted.mirrors or {})
@@ -169,8 +176,13 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
     stored = layer.digest or layer.diff_id
     with store.alone(blob_lock(stored)):
         blob = store.blob(stored)
+        was_begun = blob.exists()
         source.fetch(layer, blob, on_bytes)
         try:
+            if was_begun and not _is_whole(blob, layer):
+                # The part that an earlier pull left was bad: load the layer once more from its beginning.
+                blob.unlink()
+                source.fetch(layer, blob, on_bytes)
             _check_blob(blob, layer, what)
             with store.pending(store.layer_folder(layer.diff_id)) as folder:
                 most = {"max_bytes": store.max_bytes, "max_files": _MAX_FILES}
@@ -183,12 +195,18 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
 
 
 def _check_blob(blob: Path, layer: Layer, what: str) -> None:
-    if layer.digest in ("", layer.diff_id):
-        return  # the caller checks the digest of the unpacked layer instead
+    if not _is_whole(blob, layer):
+        raise ImageError(f"{what} is damaged: its digest is {_digest_of(blob)}, not {layer.digest}")
+
+
+def _is_whole(blob: Path, layer: Layer) -> bool:
+    """Return True if the bytes are the layer's, or if only the digest of the unpacked layer can tell."""
+    return layer.digest in ("", layer.diff_id, _digest_of(blob))
+
+
+def _digest_of(blob: Path) -> str:
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if layer.digest != f"sha256:{found}":
-        raise ImageError(f"{what} is damaged: its digest is sha256:{found}, not {layer.digest}")
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _stack(store: Store, plan: _Plan) -> None:
@@ -251,3 +269,140 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
     if "failed" in found:
         raise ImageError(f"{what} can't be unpacked into {store.folder}: {found['failed']}")
     return found
+
+
+_PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2
+
+
+class ImageSource:
+    """The cache of images for asyncio: holds images, and pulls missing ones in threads, each once at a time."""
+
+    def __init__(
+        self,
+        *,
+        folder: str = "",
+        max_gib: float = 50.0,
+        mirrors: Mapping[str, Sequence[str]] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            aliases: template -> template to use instead, e.g. a tag -> the digest that a run has pinned it to.
+        """
+        self._folder, self._max_gib = folder, max_gib
+        self._wanted = Wanted(mirrors=mirrors)
+        self._aliases = aliases or {}
+        self._opened: Store | None = None
+        self._pulls: dict[str, asyncio.Future[None]] = {}
+        self._ahead: deque[str] = deque()
+        self._num_ahead = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def store(self) -> Store:
+        """The cache, opened on first use. Raises ImageError: it can't be made."""
+        if self._opened is None:
+            self._opened = open_store(self._folder, self._max_gib)
+        return self._opened
+
+    @property
+    def trees(self) -> Path:
+        return self.store.trees
+
+    async def hold(self, template: str) -> Hold:
+        """Return a `Hold` on the image of a template; pull the image first if it is missing.
+        A pull continues if its caller is cancelled.
+
+        Raises:
+            ImageError: the image is missing, damaged, too large, or for another platform.
+            SandboxUnavailableError: its registry can't be reached.
+        """
+        reference = parse(self._aliases.get(template, template))
+        while True:
+            if (found := self.store.named(reference)) is not None and (hold := self.store.hold(found)) is not None:
+                return hold
+            await asyncio.shield(self._pull(template))
+
+    def find(self, template: str) -> Image | None:
+        """Return the image of a template if it is in the cache."""
+        return self.store.named(parse(self._aliases.get(template, template)))
+
+    def prefetch(self, templates: Sequence[str]) -> None:
+        """Pull missing images in the background, in this order, two at a time: an image that a sandbox waits for never
+        waits for them. A failure is raised only when the image is used."""
+        self._ahead.extend(template for template in templates if template not in self._ahead)
+        self._pull_ahead()
+
+    def _pull_ahead(self) -> None:
+        while self._ahead and self._num_ahead < _AHEAD_AT_ONCE:
+            template = self._ahead.popleft()
+            if self.find(template) is None and template not in self._pulls:
+                self._num_ahead += 1
+                self._pull(template).add_done_callback(self._pulled_ahead)
+
+    def _pulled_ahead(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.warning("an image that will be needed was not pulled: %s", error)
+        self._num_ahead -= 1
+        self._pull_ahead()
+
+    def _pull(self, template: str) -> asyncio.Future[None]:
+        if template not in self._pulls:
+            self._threads = self._threads or ThreadPoolExecutor(_PULLS_AT_ONCE, thread_name_prefix="pull-image")
+            reference = parse(self._aliases.get(template, template))
+            loop = asyncio.get_running_loop()
+            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference, self._wanted).release())
+            task.add_done_callback(lambda _: self._pulls.pop(template, None))
+            self._pulls[template] = task
+        return self._pulls[template]
+
+
+TOOLS = ("buildah", "podman", "docker")
+"""Tools that build Dockerfiles, in the order in which they are looked for. A tool runs the Dockerfile's commands with
+its own network and isolation: build only what you would build by hand."""
+
+
+def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
+    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool inherits this
+    process's stdout and stderr.
+
+    Args:
+        tool: one of `TOOLS`; empty takes the first one that is installed.
+        options: passed to the tool's build command.
+    Raises:
+        ImageError: no tool is installed, or the build failed.
+    """
+    reference = parse(f"build:{name}")
+    if not (folder / "Dockerfile").is_file():
+        raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
+    chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
+    if not chosen or shutil.which(chosen) is None:
+        known = ", ".join(TOOLS)
+        raise ImageError(
+            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
+        )
+    with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
+        tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
+        for argv in _commands(chosen, folder, tag, archive, options):
+            _run(argv, f"image {reference}")
+        with pull(store, parse(f"archive:{archive}")) as hold:
+            store.put(hold.image, reference)
+            return hold.image
+
+
+def _commands(tool: str, folder: Path, tag: str, archive: str, options: Sequence[str]) -> list[list[str]]:
+    """Return the commands that build an image and write it to an archive."""
+    if tool == "buildah":
+        return [
+            ["buildah", "build", "-t", tag, *options, str(folder)],
+            ["buildah", "push", tag, f"oci-archive:{archive}"],
+        ]
+    form = ["--format", "oci-archive"] if tool == "podman" else []
+    return [[tool, "build", "-t", tag, *options, str(folder)], [tool, "save", *form, "-o", archive, tag]]
+
+
+def _run(argv: Sequence[str], what: str) -> None:
+    try:
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ImageError(f"{what} can't be built: {one_line(error)}") from error

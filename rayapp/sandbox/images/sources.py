@@ -8,13 +8,14 @@ module adds time limits, mirrors and resumed downloads. Callers check digests, e
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.core.http import pauses_s
@@ -23,12 +24,13 @@ from rayapp.sandbox.images.reference import Reference
 
 _CHUNK = 1 << 20
 _CONNECT_S, _READ_S = 10.0, 60.0
-_ATTEMPTS = 5
+_ATTEMPTS, _ATTEMPTS_AT_DOCUMENTS = 6, 3
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _DOCKER_API, _DOCKER_KEY = "registry-1.docker.io", "https://index.docker.io/v1/"
 """Docker's registry has its API at this host, and its credentials in config.json under this key."""
 _NAME = "org.opencontainers.image.ref.name"
 OnBytes = Callable[[int], None]
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -78,23 +80,32 @@ class RegistrySource:
         return self.document(self._reference.digest or self._reference.tag, is_manifest=True)
 
     def document(self, digest: str, *, is_manifest: bool) -> bytes:
-        with self._asked(f"{'manifests' if is_manifest else 'blobs'}/{digest}") as answer:
+        return self._retried(
+            lambda: self._document(f"{'manifests' if is_manifest else 'blobs'}/{digest}"),
+            f"image {self._reference}",
+            _ATTEMPTS_AT_DOCUMENTS,
+        )
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        self._retried(lambda: self._continue(layer, target, on_bytes), self._what(layer), _ATTEMPTS)
+
+    def _retried(self, work: Callable[[], T], what: str, attempts: int) -> T:
+        """Do the work; again, after a pause, if the connection breaks or no host answers."""
+        for pause_s in itertools.islice(pauses_s(1.0, 10.0), attempts - 1):
+            try:
+                return work()
+            except (OSError, SandboxUnavailableError):
+                time.sleep(pause_s)
+        try:
+            return work()
+        except OSError as error:
+            raise SandboxUnavailableError(f"{what} can't be downloaded: {one_line(error)}") from error
+
+    def _document(self, path: str) -> bytes:
+        with self._asked(path) as answer:
             if answer is not None:
                 return _read(answer.raw, str(self._reference))
         raise ImageError(f"image {self._reference} is not in {self._hosts[-1]}: check its name")
-
-    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        for pause_s in [*list(zip(pauses_s(1.0, 10.0), range(_ATTEMPTS), strict=False)), None]:
-            try:
-                self._continue(layer, target, on_bytes)
-            except OSError as error:
-                if pause_s is None:
-                    raise SandboxUnavailableError(
-                        f"{self._what(layer)} can't be downloaded: {one_line(error)}"
-                    ) from error
-                time.sleep(pause_s[0])
-            else:
-                return
 
     def _continue(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
         with target.open("ab") as file:

@@ -8,8 +8,8 @@ returns an empty list, so the tests run each attack without isolation too, where
 must-reach`). The doctor changes nothing on the node, unless an attack breaks out of its sandbox.
 
 `Canary` makes decoys on this machine that candidate code must neither reach nor change: a secret file, folders and
-files that everyone may write, listening sockets of every kind, shared memory, and a neighbour: a process of the
-sandbox's own user with a secret in its environment.
+files that everyone may write, listening sockets of every kind, shared memory, and a process of the sandbox's own user
+with a secret in its environment.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Required end of an attack if the sandbox holds. All given fields apply. Without fields the attack must return an
-    empty list."""
+    """Required end of an attack if the sandbox withstands it. All given fields apply; without fields the attack must
+    return an empty list."""
 
     stopped: tuple[str, ...] = ()
     """Causes: the sandbox must have stopped the attack for one of them."""
@@ -305,9 +305,11 @@ class Attack:
     needs: tuple[str, ...] = ()
     """Parts of the canary that the attack needs besides the ones that are always present."""
     also_held: tuple[str, ...] = ()
-    """Names of exceptions that also mean that the attack was refused."""
+    """Names of further exceptions that mean that the attack was refused."""
     only_without_image: bool = False
-    """True if it looks for this machine's files, user or variables; an image has others, which code may change."""
+    """True if the attack searches for this machine's files, user or variables; an image has its own, which code may
+    change.
+    """
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
 
@@ -453,7 +455,7 @@ def judge(attack: Attack, report: CallReport) -> list[str]:
         if ran.stopped_for is None or ran.stopped_for.value not in expect.stopped:
             problems.append(f"ended with {ran.stopped_for or ran.outcome}, not stopped for {', '.join(expect.stopped)}")
     elif expect.ended:
-        problems += [f"it went on and returned {call.value!r}"] if call.ok else []
+        problems += [f"it was not stopped and returned {call.value!r}"] if call.ok else []
     elif call.ok:
         problems += (
             [f"reached {', '.join(map(str, call.value))}"] if isinstance(call.value, list) and call.value else []

@@ -19,10 +19,10 @@ from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_plugin
 from rayapp.core.types import AgentStart
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.images.reference import PREFIX, is_image, parse
-from rayapp.sandbox.images.source import ImageSource
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
@@ -148,7 +148,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
         return str(error)
     if reference.kind == "build" and image_source(section).find(wanted) is None:
         return "the local provider has not built this image: run `rayapp images build FOLDER`"
-    return ""
+    return why_no_images_here()
 
 
 def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:

@@ -103,3 +103,14 @@ def test_variants_are_simulated_side_by_side(capsys: pytest.CaptureFixture[str])
     assert float(table[1][1]) <= float(table[0][1])
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL, "--simulate"]) == 2
     assert "--simulate needs the figures of a GPU" in capsys.readouterr().err
+
+
+def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", "--model-config", SMALL, "train.num_steps=100000"]
+    assert run([*command, "budget.gpu_hour=2.5", "budget.node_hour=1", "budget.cap=10"]) == 0
+    printed = capsys.readouterr().out
+    assert " h on 8 GPUs in 1 node(s), " in printed
+    assert "USD at 21.00 an hour" in printed
+    assert "more than budget.cap (10): the run would end after about 0.5 h" in printed
+    assert run(command) == 0
+    assert "an hour" not in capsys.readouterr().out

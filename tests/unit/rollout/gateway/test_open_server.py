@@ -196,7 +196,7 @@ async def test_a_response_continues_an_earlier_one_only_with_the_key_that_began_
         second = await responses.create(model="any", input="more", previous_response_id=first.id)
         unkept = await responses.create(model="any", input="hi", store=False)
         for other, key in ((first, "other"), (unkept, "secret")):
-            with pytest.raises(openai.BadRequestError, match="there is no such reply here"):
+            with pytest.raises(openai.BadRequestError, match="this server has no such reply"):
                 await client(url, key).responses.create(model="any", input="more", previous_response_id=other.id)
 
     assert second.previous_response_id == first.id
