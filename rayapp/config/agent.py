@@ -76,10 +76,11 @@ class ExternalSection(FrozenModel):
     """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
     like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
     its answer. refuse: answer with the error model_not_found."""
-    structured: Literal["refuse", "free"] = "refuse"
+    structured: Literal["refuse", "free", "guide"] = "refuse"
     """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
     refuse: answer with an error. free: sample as if the call did not ask for it, and count it in the metrics
-    (agent/structured_dropped); the framework reads whatever the policy wrote."""
+    (agent/structured_dropped); the framework reads whatever the policy wrote. guide: sample only tokens that the form
+    allows, and train the distribution over them (agent/structured_guided)."""
     inside: bool = False
     """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
     policy."""

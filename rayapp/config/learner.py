@@ -118,7 +118,6 @@ class LearnerSection(FrozenModel):
             if self.num_learners % size:
                 raise ValueError(
                     f"learner.num_learners is {self.num_learners}, which is not a multiple of learner.{key} = {size}. "
-                    "Use "
-                    f"a multiple of {size} learners."
+                    f"Use a multiple of {size} learners."
                 )
         return self

@@ -174,7 +174,7 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 UNUSED = ("is_sklearn_available", "is_scipy_available")
 """Checks that transformers makes before it imports scikit-learn (with SciPy and pandas, for assisted generation) and
-SciPy (for object detection): features that are not used here."""
+SciPy (for object detection): features that rayapp doesn't use."""
 UNUSED_BY_VLLM = ("scipy.signal", "pandas")
 """Modules that vLLM imports if they are installed, for audio and for tables of AMD's kernels."""
 

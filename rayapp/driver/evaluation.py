@@ -106,9 +106,7 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
 async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: Record) -> None:
     try:
         groups = await cluster.fetch_groups(found)
-    except (
-        LearnersLostError
-    ) as error:  # their node is gone. The metrics exist, and these texts are not needed for training
+    except LearnersLostError as error:  # with their node. The metrics exist; training does not need these texts
         log.warning("the completions of %d evaluated prompts can't be stored: %s", len(found), error)
         return
     await asyncio.to_thread(record, groups)

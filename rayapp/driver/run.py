@@ -58,8 +58,7 @@ class BestMetric:
         meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
         raise ConfigError(
             f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
-            "would "
-            f"keep no checkpoint.{meant}"
+            f"would keep no checkpoint.{meant}"
         )
 
 

@@ -155,7 +155,7 @@ class ExternalAgent:
             limits=self._limits,
             request_id=request_id,
             other_models=self._settings.models,
-            drops_forms=self._settings.structured == "free",
+            structured=self._settings.structured,
         )
 
     async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:

@@ -216,9 +216,8 @@ class _CohortPlace:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """See `RolloutEngine`."""
-        if not isinstance(
-            request_id, RequestId
-        ):  # an agent of a plug-in may pass anything; one bad id would end the engine's whole batch
+        # An agent of a plug-in may pass anything, and one bad id would end the engine's whole batch.
+        if not isinstance(request_id, RequestId):
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)

@@ -141,8 +141,9 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
 
 
 def named(error: BaseException) -> Exception:
-    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other as an error with a
-    kind."""
+    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other error as an error with
+    a failure kind.
+    """
     if isinstance(error, ENDS_GROUP):
         return error
     if isinstance(error, SandboxError):

@@ -194,8 +194,7 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
     if absent := [file for file in files if not Path(file).is_file()]:
         return Landing(
             note=f"steps of {epochs} epochs can't be computed, because the file {absent[0]} is not on this machine; "
-            "set "
-            f"{STEPS}",
+            f"set {STEPS}",
         )
     rows = sum(map(_num_rows, files))
     if rows < batch:

@@ -53,8 +53,7 @@ class OpenEnvEpisodes:
         except TimeoutError as error:
             raise ConfigError(
                 f"{self._where} had no free session within {self.environment.timeout_s:g} s: raise max_concurrent_envs "
-                "in "
-                "its create_app"
+                "in its create_app"
             ) from error
 
     async def holds_one_session(self) -> bool:

@@ -33,7 +33,7 @@ from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Sending, Session, SessionLimits
+from rayapp.rollout.gateway.session import Sending, Session, SessionLimits, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
@@ -162,7 +162,7 @@ class Gateway:
         limits: SessionLimits,
         request_id: RequestId,
         other_models: Literal["train", "untrained", "refuse"] = "train",
-        drops_forms: bool = False,
+        structured: Structured = "refuse",
     ) -> Iterator[Session]:
         """Serve a session while the block runs. The arguments are those of `Session`."""
         session = Session(
@@ -172,7 +172,7 @@ class Gateway:
             limits=limits,
             request_id=request_id,
             other_models=other_models,
-            drops_forms=drops_forms,
+            structured=structured,
         )
         self._sessions[session.id] = session
         try:

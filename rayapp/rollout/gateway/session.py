@@ -43,6 +43,7 @@ from rayapp.rollout.gateway.conversation import (
     not_in_training,
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
+from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
@@ -65,12 +66,13 @@ _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
 _MOST_NOTES = 20
 MODEL = "policy"
 """The policy's name as a model, in RAYAPP_MODEL."""
-_DESCRIBE = " and describe the form of the answer in the prompt"
+_DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
 _SMALL = 16 << 10
 """Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
 """Threads that read bodies and render prompts. Each session uses at most one thread at a time."""
 _T = TypeVar("_T")
+Structured = Literal["refuse", "free", "guide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +166,8 @@ class Session:
     """Conversations that calls may continue by a reply's id (Responses)."""
     other_models: Literal["train", "untrained", "refuse"] = "train"
     """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
-    drops_forms: bool = False
-    """True to ignore the form that a call asks for; see `agent.external.structured`."""
+    structured: Structured = "refuse"
+    """Treatment of calls that ask for a form; see `agent.external.structured`."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of this session's calls by name, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
@@ -196,7 +198,7 @@ class Session:
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
         ask = await self._beside(len(body), lambda: read(body))
-        if ask.form is None or not self.drops_forms:
+        if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
 
@@ -281,9 +283,11 @@ class Session:
 
     def _side(self, request_id: RequestId) -> Session:
         limits = SessionLimits(max_tokens=self.limits.max_tokens, max_turns=MOST_CHOICES)
+        # A form changes nothing that is trained on.
         return Session(
-            formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id
-        )
+            formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id,
+            structured="guide",
+        )  # fmt: skip
 
     async def _asked(self, ask: Ask, live: Live | None) -> Reply:
         messages = self._messages(ask)
@@ -292,6 +296,8 @@ class Session:
         num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
         if ask.is_freed:
             self.counts["structured_dropped"] += 1
+        if ask.form is not None and not self.follows_requests:
+            self.counts["structured_guided"] += 1
         num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
         begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
         if live is not None:
@@ -380,10 +386,10 @@ class Session:
         if ask.options and not self.follows_requests:
             name, value = next(iter(ask.options.items()))
             raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
-        if ask.form is not None and not self.follows_requests:
+        if ask.form is not None and self.structured != "guide" and not self.follows_requests:
             raise RefusedError("invalid", not_in_training(ask.form.field, _DESCRIBE))
-        if ask.form is not None and ask.form.problem:
-            raise RefusedError("invalid", ask.form.problem)
+        if ask.form is not None and (problem := ask.form.problem or too_large(ask.form.structured)):
+            raise RefusedError("invalid", f"{ask.form.field}: {problem}")
         if ask.unknown and self.follows_requests:
             raise RefusedError(
                 "invalid", f"unknown fields: {', '.join(ask.unknown[:9])}. Leave them out: they have no effect"
@@ -486,6 +492,7 @@ class Session:
             **(ask.distribution if self.follows_requests else {}),
             options=ask.options,
             structured_outputs=ask.form.structured if ask.form is not None else {},
+            wants_allowed=not self.follows_requests,
             num_top_log_probs=ask.num_top_log_probs or 0,
         )
         choices, splitters = list[Choice](), list[Splitter]()

@@ -75,7 +75,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"{what} is no JSON: {type(error).__name__}") from None
+        raise ImageError(f"{what} is not JSON: {type(error).__name__}") from None
     if not isinstance(found, dict):
         raise ImageError(f"{what} is no JSON object")
     return found

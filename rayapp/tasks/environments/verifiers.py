@@ -82,8 +82,8 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
     if done.returncode:
         raise InputError(
             f"the packages {', '.join(packages)} can't be installed into {folder}: "
-            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Mend `packages`, or install them yourself and name that "
-            "interpreter as `python`"
+            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Correct `packages`, or install them yourself and name "
+            "that interpreter as `python`"
         )
 
 

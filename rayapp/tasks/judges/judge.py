@@ -181,7 +181,7 @@ class Judge:
             if not isinstance(text, str):
                 raise TypeError
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._failed(f"no chat completion: {_short(found)}") from None
+            raise self._failed(f"the answer is not a chat completion: {_short(found)}") from None
         try:
             return read_answer(text, schema)
         except RewardFailedError as error:
@@ -195,7 +195,7 @@ class Judge:
         try:
             probs = [float(value) for value in found["data"][0]["probs"]]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise self._failed(f"no classification: {_short(found)}") from None
+            raise self._failed(f"the answer is not a classification: {_short(found)}") from None
         return Judgement(answer={"probs": probs}, bill=self._bill(found))
 
     def _of_class(self, probs: list[float]) -> float:

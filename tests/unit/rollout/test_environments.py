@@ -681,7 +681,7 @@ def test_a_list_of_packages_is_installed_once_and_one_that_cant_be_is_told(
 
     assert python_with(["iniconfig==2.1.0"]) == python
     assert subprocess.run([python, "-s", "-c", "import iniconfig"], check=False).returncode == 0
-    with pytest.raises(InputError, match=r"packages iniconfig==0.0.0 can't be installed into .*Mend `packages`"):
+    with pytest.raises(InputError, match=r"packages iniconfig==0.0.0 can't be installed into .*Correct `packages`"):
         python_with(["iniconfig==0.0.0"])
 
 

@@ -188,7 +188,7 @@ def broken_layer(folder: Path) -> None:
         (lambda folder: write_oci(folder, [BIG], platform="plan9/mips"), "{host}/name:1", "is built for plan9/mips"),
         (lambda folder: write_oci(folder, [BIG], config={"User": "unknown"}), "{host}/name:1", "its user 'unknown'"),
         (lambda folder: write_oci(folder, [BIG], stored=[SMALL]), "{host}/name:1", "unpacked its digest is"),
-        (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is no JSON"),
+        (lambda folder: (folder / "index.json").write_text("{"), "oci:{folder}", "is not JSON"),
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
         (lambda _: None, "oci:{folder}:other", "is not in its layout"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
