@@ -384,6 +384,24 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     return count
 
 
+def solve_rates(run: Path) -> dict[str, float]:
+    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept.
+
+    Raises:
+        InputError: the run kept no trajectories, or one of its files can't be read.
+    """
+    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    if not files:
+        raise InputError(
+            f"{run / 'trajectories'} holds no steps: name the folder of a run with tracking.trajectories: true"
+        )
+    solved: dict[str, list[float]] = {}
+    for group in (group for file in files for group in read_groups(file)):
+        rewards = [each.reward for each in group.trajectories if each.reward.valid]
+        solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
+    return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
+
+
 def _is_wanted(file: Path, selection: Selection) -> bool:
     step = int(file.stem.removeprefix("step="))
     return step >= selection.first_step and (selection.last_step is None or step <= selection.last_step)
