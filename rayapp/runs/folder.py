@@ -96,10 +96,10 @@ def check_same_training(config: Config, stored: Path) -> None:
             f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
             f"{next(iter(old.values()))}: continue with the older version, or choose another run.name."
         )
-    now = dict(_flat(config.model_dump(mode="json")))
+    now = dict(flat_keys(config.model_dump(mode="json")))
     # A key that the run's older version didn't have counts with its default value.
-    usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
-    before = usual | dict(_flat(made_with))
+    usual = {key: value for key, value in flat_keys(Config().model_dump(mode="json")) if key in now}
+    before = usual | dict(flat_keys(made_with))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = {
         key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
@@ -132,14 +132,14 @@ def _reason(key: str, config: Config) -> str:
     return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield keys and values, including those of sections in a list, as `sources[0].name`."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_keys(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             for index, each in enumerate(value):
-                yield from _flat(each, f"{prefix}{key}[{index}].")
+                yield from flat_keys(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,29 @@ def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
             axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=label)
         _dress(axes, panel)
     return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A metric of several runs: the mean at each step, and a band around it."""
+
+    label: str
+    steps: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def draw_lines(panel: Panel, key: str, lines: Iterable[Line], path: Path) -> None:
+    """Draw the lines of one metric, in the panel's unit and range, to `path`."""
+    with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
+        for number, line in enumerate(lines):
+            colour, is_point = COLOURS[number % len(COLOURS)], len(line.steps) == 1
+            axes.plot(
+                line.steps, line.mean, color=colour, linewidth=1.6, marker="o" if is_point else None, label=line.label
+            )
+            axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+        _dress(axes, replace(panel, title=f"{panel.title}: {key}"))
 
 
 def _dress(axes: Any, panel: Panel) -> None:

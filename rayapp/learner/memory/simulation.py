@@ -1,7 +1,7 @@
 """Simulates one step of a learner of any size, without a GPU or its memory, to measure the bytes that it would
 allocate.
 
-`rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
+`rayapp plan CONFIG --fake-tensors` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
 learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
 of `learner.num_learners` ranks whose collectives do nothing. Computations that need values are left out: the loss is
 the sum of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are
