@@ -48,6 +48,7 @@ BENCHMARKS = {
     "code_tests": Benchmark(is_default=True),
     "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
+    "images": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),
