@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +91,9 @@ class ServersClient:
         self._all("finish_update", refs)
 
     def _all(self, what: str, refs: list[Any]) -> None:
-        """Wait for every server, or until one has failed: the others may be waiting for that one.
-
+        """Wait for every server, or until one has failed: the others may be waiting for the failed one.
         Raises:
-            WeightSyncError: one is gone, refused, or did not answer in time; names it.
+            WeightSyncError: a server is gone, refused the call, or did not answer in time; the message names it.
         """
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
         deadline, late = time.monotonic() + self._timeout_s, refs
@@ -127,7 +126,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-        self._rank = rank  # set first: Ray calls __repr__ even if __init__ fails
+        self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
         with large_imports():
             from torch.distributed import DistError
 
@@ -151,6 +150,8 @@ class Learner:
         except BaseException:
             end_ranks()
             raise
+        self._is_first = True
+        """True until this process has trained a step, whose memory is compared with the plan."""
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
@@ -160,7 +161,8 @@ class Learner:
 
     @contextmanager
     def _borrowing_gpu(self, *, weights: bool = True, trains: bool = False) -> Iterator[None]:
-        """Context manager for computations, after which the GPU's memory goes to the server that shares it, if any.
+        """Context manager for computations; at its end the GPU's memory is freed for a server that shares the GPU, if
+        any.
 
         Args:
             weights: the computation needs the model's weights.
@@ -205,10 +207,15 @@ class Learner:
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
+        from rayapp.learner.memory.token_budget import beside_plan
+
+        learner, memory = self._learner, dict[str, float]()
+        is_first, self._is_first = self._is_first, False
         with about(step=step), self._borrowing_gpu(trains=True):
-            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.data_rank], groups)
+            with beside_plan(learner.config, learner.ranks.device, memory) if is_first else nullcontext():
+                metrics = learner.train_step(step, summaries, shares[learner.ranks.data_rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
-        return metrics
+        return metrics | memory
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
         """Take one step on this rank's demonstrations; see `rayapp.learner.supervised`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -69,9 +69,10 @@ class RolloutWorker(Restartable):
         self._in_hand = InHand()
         self._running: set[asyncio.Task[object]] = set()
         self._reporter = Reporter(config.run.name)
+        self._local = local_provider(config.sandbox)
         self._sandboxes = PoolClient(
             pool,
-            local_provider(config.sandbox),
+            self._local,
             remote=remote_providers(config.sandbox),
             holder=repr(self),
             ttl_s=config.sandbox.lease_ttl_s,
@@ -129,6 +130,11 @@ class RolloutWorker(Restartable):
             ),
             seed=evaluation_seed(config.run.seed),
         )
+
+    async def prefetch(self, images: Sequence[str]) -> None:
+        """Pull images in the background, for groups that come later."""
+        if self._local is not None:
+            self._local.images.prefetch(images)
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
         """Return the number of prompts of one evaluation, by source."""

@@ -14,13 +14,14 @@ from typing import Any
 
 from actors.handles import GenerateRequest, Restartable
 from actors.metrics import Reporter
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.aio import News, as_they_end
 from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.core.logs import about, label_logs
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.vllm_arguments import gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 
@@ -28,6 +29,25 @@ log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 STREAM_EVERY_S = 0.03
+RESERVE_BYTES = 2**30
+"""Memory of a GPU that its driver keeps."""
+
+
+def with_planned_share(config: Config) -> Config:
+    """Replace `server.gpu_memory_utilization: auto` by the share that the plan gives on this machine's GPUs."""
+    if config.server.gpu_memory_utilization != "auto":
+        return config
+    from rayapp.learner.memory.nearest import without_autos
+    from rayapp.learner.memory.shape import Gpu, model_shape
+
+    if not (total := gpu_bytes()):
+        return config
+    room = total - RESERVE_BYTES
+    gpu = Gpu(name="here", room=room, tflops=1, memory_gb_s=1, link_gb_s=1)  # memory does not depend on the speed
+    planned = without_autos(model_shape(config), config, gpu)
+    log.info("server.gpu_memory_utilization is auto: the plan gives it %g", planned.server.gpu_share)
+    share = {"gpu_memory_utilization": planned.server.gpu_share}
+    return with_values(config, server=share)  # the learners measure their own auto
 
 
 class VllmServer(Restartable):
@@ -62,7 +82,8 @@ class VllmServer(Restartable):
     async def start(self) -> dict[str, Any]:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
-        # A different seed for each server: with equal noise, servers would sample the same completions.
+        # Use a different seed for each server: with equal seeds, servers would sample the same completions.
+        self._config = await asyncio.to_thread(with_planned_share, self._config)
         self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
@@ -213,8 +234,12 @@ class VllmServer(Restartable):
             self._engine = None
 
     async def sleep(self) -> bool:
-        """See `VllmEngine.sleep`. The server generates nothing until the next `load_weights`."""
-        is_asleep = await self._started_engine().sleep()
+        """See `VllmEngine.sleep`. The server generates nothing until the next weights. With `train.partial_rollouts`
+        requests in flight are kept, and new ones, such as later turns, wait."""
+        engine, keeps = self._started_engine(), self._config.train.partial_rollouts
+        if keeps:
+            self._is_settled.clear()
+        is_asleep = await engine.sleep(keeps_requests=keeps)
         if is_asleep:
             self._not_servable = f"{self!r} sleeps while the learners train"
         return is_asleep

@@ -33,11 +33,11 @@ MODEL = "models/smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Default arguments of one benchmark."""
+    """One benchmark, with its default arguments."""
 
     arguments: tuple[str, ...] = ()
     is_default: bool = False
-    """Part of `make bench`: takes a few minutes at most and needs only this project's environment."""
+    """True if `make bench` includes it: it takes a few minutes at most and needs only this project's environment."""
 
 
 BENCHMARKS = {
@@ -50,6 +50,7 @@ BENCHMARKS = {
     "code_tests": Benchmark(is_default=True),
     "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
+    "images": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),
@@ -109,9 +110,12 @@ def why_not_recorded(report: dict[str, Any], lost: list[Compared], *, accept: bo
     # A recorded loss becomes the baseline of the next run, and is never reported again.
     if lost and not accept:
         names = ", ".join(each.name for each in lost)
-        return f"{names} lost more than {MAX_LOSS:.0%}; mend it, or record it with --accept and say why in the commit"
+        return (
+            f"{names} lost more than {MAX_LOSS:.0%}: correct the cause, or record the loss with --accept and explain "
+            "it in the commit"
+        )
     if report["machine"]["uncommitted"]:
-        return "the program has uncommitted changes, so no commit stands for it"
+        return "the program has uncommitted changes, so the record could not name its commit"
     return ""
 
 

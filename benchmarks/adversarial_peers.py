@@ -49,7 +49,9 @@ PROGRAMS: list[dict[str, Any]] = [
 TIMEOUT_S = 3.0
 MAX_OUTPUT_BYTES = 4 << 20
 LIMITED = ("prlimit", f"--as={1 << 30}", "--cpu=5", f"--fsize={64 << 20}", "--nproc=256", "--core=0")
-"""Limits that none of those rules sets. Without them, endless output alone took 10 GB of memory before the deadline."""
+"""Resource limits, which none of the compared rules sets. Without them, endless output alone took 10 GB of memory
+before the deadline.
+"""
 INPUTS = [[83, 5, 41, 77, 2], [9, 8, 7], [4, 90, 13, 13, 1], [6, 1, 5], [50, 20, 70, 10]]
 EXPECTED = [sorted(items) for items in INPUTS]
 
@@ -155,7 +157,9 @@ RULES = (
 
 
 def run_plain(source: str) -> Run:
-    """Run a program as those rules do: no isolation, a deadline, and limits that only protect this machine."""
+    """Run a program like the compared rules do: without isolation, with a deadline, and with limits that only protect
+    this machine.
+    """
     with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
         report = Path(folder, "report")
         argv = [*LIMITED, sys.executable, "-I", "-c", source, str(report)]
@@ -168,7 +172,7 @@ def run_plain(source: str) -> Run:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # The whole group: a helper that outlives its parent would hold the pipe and the processor.
+            # Kill the whole process group: a surviving helper process would keep the pipe open and use processor time.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -212,7 +216,7 @@ async def paid_by_us(source: PoolClient, code: str) -> bool:
 
 
 async def compare() -> dict[str, dict[str, list[str]]]:
-    """Return, for each rule, the hacks that it pays and the honest programs that it does not."""
+    """Return, for each rule, the hacks that it rewards and the honest programs that it doesn't."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
         for rule in RULES:
@@ -229,7 +233,7 @@ async def compare() -> dict[str, dict[str, list[str]]]:
 
 
 async def compare_agents() -> dict[str, list[str]]:
-    """Return, for each way of grading, the agents that it pays."""
+    """Return, for each way of grading, the agents that it rewards."""
     async with open_pool(SandboxConfig(), "benchmark") as (source, _):
         return await adversarial_agents.compare_agents(source)
 
@@ -238,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    # The rules of others run hostile code unprotected: never as root.
+    # The compared rules run hostile code without isolation, so never run them as root.
     leave_root([sys.base_prefix, sys.prefix, str(ROOT)])
     found = asyncio.run(compare())
     agents = asyncio.run(compare_agents())

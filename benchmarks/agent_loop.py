@@ -101,8 +101,9 @@ async def measure_sandbox(tokenizer: Any, count: int) -> Found:
 
 
 async def measure_mcp(tokenizer: Any, count: int) -> Found:
-    """Measure the loop over MCP, alternating with the Python tool on as many sandboxes, one execution per lease as over
-    MCP."""
+    """Measure the loop over MCP, alternating with the Python tool on the same number of sandboxes, one execution per
+    lease in both.
+    """
     config = sandbox_config(NUM_SANDBOXES)
     with tempfile.TemporaryDirectory() as folder:
         async with (

@@ -11,8 +11,9 @@ cache comes from an earlier turn of the same trajectory.
 
 idle                          share of the time in which no request runs or waits, though some trajectory waits for its
                               tool
-hit_rate_of_later_turns       tokens found in the prefix cache, of all that were looked up by turns after the first
-hit_rate_of_what_is_possible  the same, of those that an earlier turn of the trajectory could have put there
+hit_rate_of_later_turns       tokens found in the prefix cache, as a share of the tokens looked up by turns after the
+first hit_rate_of_what_is_possible  the same, as a share of the tokens that an earlier turn of the trajectory could have
+cached
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
 MAX_PROMPT_TOKENS = 1536
 TOKENS_PER_TURN = 64
 RESPONSE_TOKENS_PER_TURN = 160
-"""Tokens of one turn: sampled, of the tool's result, and what the template puts around them."""
+"""Tokens of one turn: the sampled tokens, the tool's result, and the template's tokens around both."""
 BLOCK_TOKENS = 32
 LOOK_EVERY_S = 0.02
 PROBLEM = (
@@ -55,7 +56,7 @@ PROBLEM = (
 
 @dataclass(frozen=True, slots=True)
 class AlwaysCalls:
-    """A parser that takes every turn for one call of the interpreter."""
+    """A parser that reads every turn as one call of the interpreter."""
 
     code: str
 
@@ -83,7 +84,7 @@ class Watch:
 
 
 class Watched:
-    """The engine as the loop calls it, with counters."""
+    """The engine with the interface that the loop calls, with counters added."""
 
     def __init__(self, engine: VllmEngine, watch: Watch) -> None:
         self._engine = engine

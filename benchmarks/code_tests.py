@@ -3,9 +3,10 @@ test.
 
     python -m benchmarks code_tests [-- --completions 500 --tests 20]
 
-Ours is the whole rule `code_tests`, from the completion's text to the reward, in sandboxes of this process. The peer
-does as most trainers do: `python program.py` as a subprocess for each test, with a deadline and no isolation. Both use
-as many processes at once as there are cores, in turns, and run all tests; half of the programs are wrong.
+`ours` is the whole rule `code_tests`, from the completion's text to the reward, in sandboxes of this process. `peer`
+does what most trainers do: it runs `python program.py` as a subprocess for each test, with a deadline and without
+isolation. Both use as many processes at once as there are cores, in turns, and run all tests; half of the programs are
+wrong.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def cpu_s() -> float:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Return a process's time; 0 if it ended meanwhile, as its parent then counts it."""
+    """Return a process's time; 0 if it has ended, because its parent then counts the time."""
     try:
         return sum(process.cpu_times()[:4])
     except psutil.NoSuchProcess:

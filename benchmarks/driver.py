@@ -33,7 +33,7 @@ ROLES = {
     "learner": ("InstantLearner", "learner"),
     "sandbox pool": ("PoolActor", "sandbox-pool"),
 }
-"""Role -> beginnings of its processes' titles: while a process waits, and while it works."""
+"""Role -> prefixes of its processes' titles: of a waiting process, and of a working one."""
 GROUPS_PER_SIZE = 10_000
 MIN_STEPS, MAX_STEPS = 3, 20
 
@@ -64,7 +64,7 @@ def measure_roles(driver: psutil.Process) -> tuple[Counter[str], Counter[str]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one run with so many groups in flight."""
+    """Measure one run with `--groups` groups in flight."""
     cpu_s: list[Counter[str]] = []
     rss_mib: list[Counter[str]] = []
     units_s: list[float] = []
@@ -117,7 +117,9 @@ def early_over_late(rss_mib: list[float]) -> float:
 
 
 def extrapolation(driver_ms: float) -> dict[str, float]:
-    """Return how many trajectories a second, and how many GPUs, fill the core of the one driver process."""
+    """Return the trajectories per second, and the numbers of GPUs, that would use up the one core of the driver
+    process.
+    """
     return {"trajectories_per_s": 1000 / driver_ms} | {
         f"gpus_at_{rate:g}_trajectories_per_s": 1000 / driver_ms / rate for rate in GPU_RATES
     }

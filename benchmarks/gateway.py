@@ -3,7 +3,7 @@
     python -m benchmarks.gateway            1,000 sessions at once, five rounds of them, about two minutes
 
 cpu_ms_per_call     processor time of the gateway's process per call, without that of tokenizer and template
-rss_mib_...         resident memory after each round: flat if ended sessions leave nothing behind
+rss_mib_...         resident memory after each round: constant if ended sessions keep no memory
 recorded_share      share of prompt tokens, after a session's first call, that the engine has already seen unchanged and
                     can serve from its prefix cache
 """
@@ -48,7 +48,7 @@ async def measure(count: int) -> Found:
         TimedTokenizer(tokenizer, clock),
         model="benchmark",
         template=template,
-        # vLLM's parser reads the vocabulary: it gets the tokenizer itself.
+        # Pass the unwrapped tokenizer, because vLLM's parser reads its vocabulary.
         make_parser=lambda name, _, tools, sample: load_parser(name, tokenizer, tools, sample),
     )
     gateway = Gateway(formats)
@@ -122,7 +122,7 @@ async def one_round(gateway: Gateway, engine: ScriptedEngine, count: int) -> flo
             raise SystemExit(f"the agents failed: {output.decode()[-500:]}")
         wrong = [session for session in sessions if len(session.tree.turns) != CALLS or session.tree.forks]
         if wrong:
-            raise SystemExit(f"{len(wrong)} of {count} sessions went wrong")
+            raise SystemExit(f"{len(wrong)} of {count} sessions failed")
     return float(output)
 
 

@@ -48,7 +48,7 @@ PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", 
 
 async def _run_group(cluster: Cluster, request: GroupRequest) -> tuple[GroupSummary, Any]:
     with cluster.router.placed(request) as placed:
-        return await cluster.rollout_worker(request.group_id).run_group(placed)
+        return await cluster.rollout_workers[request.group_id % len(cluster.rollout_workers)].run_group(placed)
 
 
 async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
@@ -82,7 +82,9 @@ async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
 
 
 def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, float]:
-    """Return seconds by part. `score` is the scoring that generation does not hide; `idle` is the rest of the step."""
+    """Return seconds by part. `score` is the scoring time that does not overlap with generation; `idle` is the rest of
+    the step.
+    """
     parts = {
         "generate": timings["timing_s/generate"],
         "score": timings["timing_s/score"],
@@ -95,7 +97,7 @@ def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, fl
 
 
 class OurRewards:
-    """Scores TRL's completions with the code that scores ours."""
+    """Scores TRL's completions with the code that scores rayapp's."""
 
     def __init__(self, config: Config, sandboxes: SandboxSource, tasks: list[Task], prompts: list[Prompt]) -> None:
         self._sandboxes, self._tasks, self._prompts, self._seed = sandboxes, tasks, prompts, config.run.seed
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
-    # Start a separate Ray: one that runs here already may be busy, or end, with another job.
+    # Start a separate Ray: a running one may be busy with another job, or end with it.
     os.environ.setdefault("RAY_ADDRESS", "local")
     # Two trainers together nearly fill this machine's memory, but neither grows: Ray must not kill one.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

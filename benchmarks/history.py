@@ -27,7 +27,7 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A benchmark's ratio now, and when it was last recorded."""
+    """A benchmark's ratio now, and the last recorded value."""
 
     name: str
     now: float | None

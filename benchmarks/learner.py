@@ -151,18 +151,18 @@ class Rank:
         self.shares = [deal(some, config, world) for some in self.summaries]
 
     def mine(self, step: int) -> list[Group]:
-        """Return the groups of which this rank has trajectories."""
+        """Return the groups that have trajectories on this rank."""
         return [self.steps[step][share.position] for share in self.shares[step][self.rank]]
 
     def cut(self, step: int) -> list[Group]:
-        """Return those groups with only this rank's trajectories."""
+        """Return the groups of `mine`, reduced to this rank's trajectories."""
         return [
             replace(group, trajectories=group.trajectories[share.start : share.stop])
             for share, group in zip(self.shares[step][self.rank], self.mine(step), strict=True)
         ]
 
     def run(self, name: str, num_steps: int) -> float:
-        """Return seconds for the first steps, from a common start until all ranks are done."""
+        """Return the seconds for the first `num_steps` steps, from a common start until all ranks are done."""
         import torch.distributed as dist
 
         dist.barrier()

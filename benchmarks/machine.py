@@ -38,7 +38,7 @@ def describe() -> dict[str, object]:
 def python_unit_s(rounds: int = 20) -> float:
     """Return CPU seconds of a fixed piece of plain Python on one core: the unit for costs of our own Python.
 
-    Best of some rounds. A cost in this unit is nearly the same on a slower or busy machine.
+    Takes the best of several rounds. A cost in this unit is nearly the same on a slower or busy machine.
     """
     document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
     seconds = []

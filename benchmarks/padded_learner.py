@@ -14,7 +14,7 @@ from rayapp.config.config import Config
 from rayapp.core.types import Group, Trajectory
 
 ROWS = 8
-"""Rows of a padded micro-batch."""
+"""Number of rows of a padded micro-batch."""
 
 
 class PaddedLearner:

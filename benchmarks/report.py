@@ -18,7 +18,7 @@ def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **fi
     """Print settings, machine, ratios and the figures behind them.
 
     Args:
-        ratios: ratios of two measurements of this run, higher is better; see benchmarks/history.py.
+        ratios: ratios of two measurements of this run; higher is better; see benchmarks/history.py.
     """
     told = {key: value for key, value in vars(settings).items() if key != "json"}
     report = {"settings": told, "machine": describe(), "ratios": dict(ratios), **figures}

@@ -38,8 +38,9 @@ from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8
 PAUSE_S = 0.01
-"""A turn of generation lies between two tool calls of one trajectory: meanwhile the next child was forked, and cores
-have gone to sleep. So a bare fork is measured after a pause, too."""
+"""Pause before each execution, in seconds. Between two tool calls of a trajectory the policy generates a turn;
+meanwhile the next child is forked in advance, and cores become idle. A bare fork is therefore measured after a pause,
+too."""
 TRIVIAL = "def f(x):\n    return x"
 SORTING = """
 def f(items):

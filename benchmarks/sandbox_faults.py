@@ -28,7 +28,7 @@ from support.faults.run import FaultRun, run_with_faults
 
 def end_with_parent() -> None:
     """Send this process Ctrl-C when its parent ends, so that it stops its services and their sandboxes."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGINT)
 
 
@@ -38,7 +38,7 @@ def one_process(run: FaultRun) -> Outcome:
     try:
         return asyncio.run(watched(run))
     except KeyboardInterrupt:
-        os._exit(130)  # an exception would go to the executor as a result, and the worker would wait for more work
+        os._exit(130)  # the executor would catch an exception as a result, and the worker would wait for more work
 
 
 async def watched(run: FaultRun) -> Outcome:

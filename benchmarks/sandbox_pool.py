@@ -88,7 +88,7 @@ async def flood(pool: SandboxPoolHandle) -> Numbers:
 
 
 async def at_once(pool: SandboxPoolHandle) -> Numbers:
-    """Take 2,000 leases in one moment, none of whose sandboxes exists yet; hold all until the last is granted."""
+    """Request 2,000 leases at the same time, before any sandbox exists; hold all until the last is granted."""
     num_leases, started = 2_000, time.perf_counter()
     calls = (pool.acquire(f"worker-{index % 8}", SPEC, timeout_s=120.0) for index in range(num_leases))
     leases = await asyncio.gather(*calls)
@@ -224,7 +224,7 @@ def main() -> None:
     if unknown := [part for part in parts if part not in (*PARTS, HERE)]:
         parser.error(f"unknown part {unknown[0]}; there are: {', '.join(PARTS)}, {HERE}")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # Ray starts its workers at nice 15; a run of ours does not (see ray_session.py).
+    # Ray starts its workers with nice 15; rayapp's runs don't (actors/own_ray.py).
     os.environ.setdefault("RAY_worker_niceness", "0")
     if parts != [HERE]:
         start_ray()

@@ -90,7 +90,7 @@ def run(
             "run": {"output_dir": folder, "name": "benchmark"},
             "model": {"path": str(Path(folder) / "model")},
             "tasks": [str(task)],
-            # Never use a Ray that is here already: it may be busy with another job, and end with it.
+            # Never use a running Ray: it may be busy with another job, or end with it.
             "cluster": {"device": "cpu", "address": "local"},
             "checkpoint": {"every_steps": 0},
             "tracking": {"trackers": ["jsonl"], "trajectories": False},

@@ -74,7 +74,7 @@ def measure(command: list[str], environment: dict[str, str], log: Path) -> Trans
 
 
 def worker(direction: str, uri: str, path: Path) -> None:
-    """Run our side of one transfer, in its own process."""
+    """Run rayapp's side of one transfer, in its own process."""
     from rayapp.storage.opening import open_storage
 
     async def transfer() -> None:

@@ -63,7 +63,7 @@ class TrlPeer:
 
     @classmethod
     async def start(cls, python: Path, work: dict[str, Any], scorer: Scorer, log_path: Path) -> TrlPeer:
-        """Start it and wait until the model is loaded."""
+        """Start the worker and wait until its model is loaded."""
         with log_path.open("w") as log:
             process = await asyncio.create_subprocess_exec(
                 str(python),
@@ -92,7 +92,7 @@ class TrlPeer:
         return message
 
     async def close(self) -> None:
-        """End it. Idempotent."""
+        """End the worker. Idempotent."""
         if self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
@@ -105,6 +105,6 @@ class TrlPeer:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"TRL ended with code {await self.process.wait()}: its messages are in the log")
+            raise RuntimeError(f"TRL ended with exit code {await self.process.wait()}; see its log")
         message: dict[str, Any] = json.loads(line)
         return message

@@ -50,7 +50,7 @@ CLOCK = Clock()
 
 
 def reward(prompts, completions, completion_ids, index, **_):
-    """Ask the parent process, which scores in its sandboxes."""
+    """Ask the parent process for the rewards; it scores in sandboxes."""
     CLOCK.num_tokens = sum(len(ids) for ids in completion_ids)
     started = time.perf_counter()
     send({"score": [{"index": i, "text": text} for i, text in zip(index, completions, strict=True)]})
@@ -78,8 +78,9 @@ def main():
     config = GRPOConfig(
         output_dir=WORK["output_dir"],
         use_cpu=WORK["device"] == "cpu",
-        bf16=False,  # the parameters are bfloat16 already; autocast would only cost time
-        # All prompts are generated together; the gradient is computed group by group, as all groups at once take 13 GB.
+        bf16=False,  # the parameters are already bfloat16; autocast would only cost time
+        # All prompts are generated together; the gradient is computed group by group, because all groups at once need
+        # 13 GB.
         per_device_train_batch_size=WORK["group_size"],
         gradient_accumulation_steps=len(WORK["prompts"]),
         num_generations=WORK["group_size"],

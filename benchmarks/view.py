@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Start the command; yield its address, its process id, and the seconds until it printed the address."""
+    """Start `rayapp view`; yield its address, its process id, and the seconds until it printed the address."""
     command = [sys.executable, "-m", "rayapp", "view", str(folder), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()

@@ -23,7 +23,7 @@ NEEDED = (
     "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
-"""Files besides modules that the wheel must hold. Without them it fails only in use."""
+"""Files besides modules that the wheel must have. A missing file would be noticed only in use."""
 PROGRAM = """
 import sys, rayapp
 from pathlib import Path

@@ -91,8 +91,9 @@ def _elements(field: FieldInfo) -> Iterator[Section]:
 
 
 def _element(section: Section, prefix: str) -> Iterator[str]:
-    """Yield the lines of a section in a list: its own keys. Subsections that the whole run has too are described
-    there."""
+    """Yield the lines of a section in a list: its own keys. Subsections that a run also has at the top level are
+    described only there.
+    """
     of_run = {field.annotation for field in Config.model_fields.values()}
     parts = {name: field for name, field in section.model_fields.items() if _is_section(field)}
     own = {name: field for name, field in parts.items() if field.annotation not in of_run}

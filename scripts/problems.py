@@ -64,7 +64,7 @@ def generate(split: str) -> list[dict[str, Any]]:
     """
     first = 0 if split == "train" else SPLITS["train"]
     problems = [list(_draw_all(template))[first : first + SPLITS[split]] for template in load_templates()]
-    # Round by round, so that the first rows of a split show every kind.
+    # Take the kinds in turn, so that the first rows of a split have every kind.
     return [problems[kind][row] for row in range(SPLITS[split]) for kind in range(len(problems))]
 
 
@@ -85,7 +85,7 @@ def check_problem(problem: Mapping[str, Any]) -> None:
         raise InputError(f"{problem['question']!r}: {final} is not {template.formula} with {problem['numbers']}")
     shown = set(re.findall(r"\{(\w+)\}", template.question)) - {"who"}
     if not {str(numbers[name]) for name in shown} <= set(re.findall(r"-?\d+", problem["question"])):
-        raise InputError(f"{problem['question']!r} does not say all of {sorted(shown)}")
+        raise InputError(f"{problem['question']!r} does not contain all of {sorted(shown)}")
 
 
 def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:

@@ -12,10 +12,12 @@ import numpy as np
 from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done, side_by_side
+from rayapp.core.errors import ConfigError
 from rayapp.core.own_thread import awaited, work_apart
-from rayapp.core.protocols import Task
+from rayapp.core.protocols import AgentTask, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
+from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.environments.files import EnvironmentTask
 from rayapp.tasks.loading import load_task
@@ -70,7 +72,13 @@ def as_task(task: TaskLike) -> Task:
 def score_all(
     task: Task, texts: Sequence[str], sandbox: SandboxConfig, *, seed: int, tell: Callable[[int, Reward], None]
 ) -> None:
-    """Score texts in a temporary pool; `tell` is called in order with each text's index and verdict."""
+    """Score texts in a temporary pool; `tell` is called in order with each text's index and verdict.
+
+    Raises:
+        ConfigError: the task needs sandboxes on an image that no provider has.
+    """
+    if isinstance(task, AgentTask) and (why := why_no_workspace(sandbox, task.agent_start())):
+        raise ConfigError(f"task {task.name} {why}")
 
     async def run() -> None:
         async with open_pool(sandbox.without_stock, f"score-{os.getpid()}") as (sandboxes, _):

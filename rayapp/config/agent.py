@@ -23,13 +23,15 @@ DATA_FILES = (".parquet", ".jsonl", ".json")
 """Suffixes of data files, whose rows are trained on."""
 BENCHMARK = "benchmark:"
 """Prefix of a reference to a benchmark, which may name its own file: benchmark:humaneval=FILE.jsonl."""
+SWE = "swe:"
+"""Prefix of a file of tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER."""
 AUTO = "auto"
 
 
 def is_data_file(reference: str) -> bool:
     """Return True if an entry of `tasks` or `eval.tasks` is a file of rows, False for any other task."""
     is_file = reference.endswith(DATA_FILES) or reference.startswith(("s3://", "hf://"))
-    return is_file and not reference.startswith(BENCHMARK)
+    return is_file and not reference.startswith((BENCHMARK, SWE))
 
 
 class DataSection(FrozenModel):
@@ -74,10 +76,11 @@ class ExternalSection(FrozenModel):
     """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
     like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
     its answer. refuse: answer with the error model_not_found."""
-    structured: Literal["refuse", "free"] = "refuse"
+    structured: Literal["refuse", "free", "guide"] = "refuse"
     """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
     refuse: answer with an error. free: sample as if the call did not ask for it, and count it in the metrics
-    (agent/structured_dropped); the framework reads whatever the policy wrote."""
+    (agent/structured_dropped); the framework reads whatever the policy wrote. guide: sample only tokens that the form
+    allows, and train the distribution over them (agent/structured_guided)."""
     inside: bool = False
     """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
     policy."""

@@ -1,4 +1,4 @@
-"""The checks of a run's keys against each other. Each error names both values and the way out."""
+"""Checks a run's keys against each other. Each error names both values and how to correct them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayapp.config.other_models import SCHEME, JudgeSection, server_named
 
 
 def check_agreement(config: Keys) -> None:
-    """Check settings against each other. Raises ValueError, with both values and the way out."""
+    """Check settings against each other. Raises ValueError with both values and how to correct them."""
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
@@ -31,6 +31,7 @@ def check_agreement(config: Keys) -> None:
     _kl_in_reward_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
+    _teacher_price_fits(config)
     _rounding_is_corrected(config)
     _repeats(config)
 
@@ -60,6 +61,14 @@ def _teacher_fits(config: Keys) -> None:
         raise ValueError(
             f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server "
             "computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
+        )
+
+
+def _teacher_price_fits(config: Keys) -> None:
+    if config.budget.teacher_million_tokens and not config.distillation.base_url:
+        raise ValueError(
+            "budget.teacher_million_tokens is set, but no teacher is behind a URL: a teacher in the learners costs "
+            "their GPUs' hours. Set distillation.base_url, or remove the price."
         )
 
 
@@ -107,6 +116,11 @@ def _external_agents_fit(config: Keys) -> None:
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
             )
+        if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
+            raise ValueError(
+                f"{where}agent.external.structured is guide, but the teacher of distillation knows nothing of forms. "
+                "Use free or refuse."
+            )
         others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
         if external.inside and others:
             raise ValueError(
@@ -116,8 +130,9 @@ def _external_agents_fit(config: Keys) -> None:
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(
-                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
-                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                f"{where}agent.external.inside: an agent may run for agent.external.timeout_s = {external.timeout_s:g} "
+                f"s, but its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise "
+                ""
                 f"sandbox.lease_ttl_s to {least_s:g}, or lower timeout_s."
             )
         if not config.learner.share_prefixes:
@@ -167,13 +182,13 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
             )
         if judge.kind == "pairwise" and own.rollout.group_size < 2:
             raise ValueError(
-                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, and "
+                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, but "
                 "rollout.group_size is 1. Raise rollout.group_size, or use another kind of judge."
             )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
-                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
+                f"{deadline_s:g}, within which a group must also be judged: lower timeout_s, or raise the deadline."
             )
 
 
@@ -213,8 +228,8 @@ def _dapo_fits(config: Keys) -> None:
         )
     if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
         raise ValueError(
-            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
-            "that have no weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
+            "algorithm.dynamic_sampling drops groups of equal rewards, but distillation.reward_weight is 0: rewards "
+            "without a weight would decide which groups are trained. Set algorithm.dynamic_sampling.enabled: "
             "false, or raise distillation.reward_weight."
         )
     estimator = config.algorithm.adv_estimator
@@ -232,8 +247,8 @@ def _groups_suffice(config: Keys) -> None:
         return
     if estimator in NEEDS_GREEDY_BASELINE:
         raise ValueError(
-            f"rollout.group_size is 1, and the last trajectory of a group is the greedy baseline of {estimator}: none "
-            "would be trained on. Use 2 or more."
+            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
+            "greedy baseline: none would be trained on. Use 2 or more."
         )
     if config.compares_groups:
         raise ValueError(
@@ -255,8 +270,8 @@ def _kl_in_reward_fits(config: Keys) -> None:
     if section.control == "adaptive" and sequences >= 5 * section.horizon:
         raise ValueError(
             f"algorithm.kl_in_reward.horizon is {section.horizon}, but a step has train.groups_per_step x "
-            f"rollout.group_size = {sequences} trajectories, which could move the coefficient by 0.2 x {sequences} / "
-            f"{section.horizon} of itself, to 0 or below. Use a horizon above {sequences // 5}."
+            f"rollout.group_size = {sequences} trajectories, which could change the coefficient by the factor 0.2 x "
+            f"{sequences} / {section.horizon}, to 0 or below. Use a horizon above {sequences // 5}."
         )
 
 
@@ -265,8 +280,8 @@ def _tasks_or_data(config: Keys) -> None:
         for key, given in (("tasks", config.tasks), ("eval.tasks", config.eval.tasks)):
             if given:
                 raise ValueError(
-                    f"{key} ({', '.join(given)}) and sources are both set: {key} is short for a run with one source. "
-                    "Move these tasks into a source, or remove {key}."
+                    f"{key} ({', '.join(given)}) and sources are both set: {key} is a short form for a run with one "
+                    f"source. Move these tasks into a source, or remove {key}."
                 )
         return
     _one_kind(config)
@@ -341,10 +356,17 @@ def _placement_fits(config: Keys) -> None:
             f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must equal the number "
             f"of learners, {learners}. Set learner.num_learners to {servers * tp}, or use placement split."
         )
-    if config.train.max_staleness > 0:
+    if config.train.partial_rollouts and config.learner.router_replay:
+        raise ValueError(
+            "train.partial_rollouts and learner.router_replay are both true on shared GPUs, where kept tokens are "
+            "computed again with new weights: their experts would not be those that sampled them. Use one of the two, "
+            "or placement split."
+        )
+    if config.train.max_staleness > 0 and not config.train.partial_rollouts:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
-            "servers can't generate while the learners train. Use max_staleness 0, or placement split."
+            "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
+            "placement split."
         )
 
 

@@ -36,7 +36,7 @@ NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
 """Estimators that need only one valid trajectory per group: their baseline is not the mean of the others."""
 NEEDS_GROUP = ("grpo_passk", "rloo_vectorized")
-"""Estimators that give no advantage to the only trajectory of a prompt; others give it its reward."""
+"""Estimators whose advantage is 0 if a prompt has one trajectory; with other estimators it is then the reward."""
 NEEDS_GREEDY_BASELINE = ("remax",)
 """Estimators whose baseline is the reward of each group's last trajectory, sampled greedily and not trained on."""
 

@@ -65,7 +65,7 @@ def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
 def fewer_gpus(config: Keys, have: int) -> str:
     """Return advice for messages: settings with which the config runs on this number of GPUs."""
     server, learners = config.server, config.learner.num_learners
-    takes_turns = config.train.max_staleness == 0 and server.num_servers * server.tensor_parallel_size == learners
+    takes_turns = config.train.takes_turns and server.num_servers * server.tensor_parallel_size == learners
     if config.cluster.placement == "split" and takes_turns and learners <= have:
         return "Let servers and learners take turns on them: cluster.placement=colocated."
     return "Lower server.num_servers, a tensor_parallel_size or learner.num_learners."

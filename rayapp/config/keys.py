@@ -53,22 +53,22 @@ SLOWEST_TOKEN_S = 0.25
 """Upper bound of a healthy server's seconds per token in a full batch: 20 times the seconds of an 8B model on an
 H100."""
 LACKS_BASELINE = (
-    "rollout.group_size is 1, so a trajectory is not compared with others, and its reward is its advantage: rewards "
-    "that are never negative only make answers likelier. Raise rollout.group_size, e.g. to 8."
+    "rollout.group_size is 1, so a trajectory's advantage is its reward, without a baseline: rewards that are never "
+    "negative can only make answers likelier. Raise rollout.group_size, e.g. to 8."
 )
 """Warning for a config that `lacks_baseline`."""
 
 
 class Keys(FrozenModel):
-    """All keys of a run, each valid by itself."""
+    """All keys of a run, each validated separately; `Config` also checks that they agree."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks and generators
-    (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json, local, on s3://, or on the Hugging Face
-    hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a seeded order. To combine tasks and data
-    files, use `sources` and leave `tasks` empty."""
+    """Tasks to train on. Either names of shipped tasks, .yaml or .py files, task folders, benchmarks, generators and
+    data sets in SWE-bench's form, swe:FILE (docs/tasks.md); or data files in verl's schema: .parquet, .jsonl or .json,
+    local, on s3://, or on the Hugging Face hub as hf://datasets/OWNER/NAME/FILE (docs/data.md). Prompts come in a
+    seeded order. To combine tasks and data files, use `sources` and leave `tasks` empty."""
     sources: tuple[SourceSection, ...] = ()
     """Several sets of tasks in one run, each with a share of the groups and its own settings (docs/tasks.md). Used
     instead of `tasks`, which is short for one source with the run's settings."""
@@ -125,14 +125,14 @@ class Keys(FrozenModel):
 
     @property
     def lacks_baseline(self) -> bool:
-        """True if rewards are taken as advantages, because a group has one trajectory to compare with none."""
+        """True if advantages are plain rewards, because a group has only one trajectory."""
         others = (*NEEDS_NO_GROUP, *NEEDS_GROUP)
         uses_rewards = self.distillation.reward_weight > 0
         return self.rollout.group_size == 1 and uses_rewards and self.algorithm.adv_estimator not in others
 
     @property
     def scores_old_log_probs(self) -> bool:
-        """True if old log-probs need a forward pass of their own; otherwise the update computes them."""
+        """True if old log-probs need a separate forward pass; otherwise the update computes them."""
         algorithm = self.algorithm
         return (
             self.train.num_minibatches > 1
@@ -148,9 +148,11 @@ class Keys(FrozenModel):
         rollout, server, train = self.rollout, self.server, self.train
         if rollout.group_deadline_s is not None:
             return rollout.group_deadline_s
-        sequences = (train.max_staleness + 1) * train.groups_per_step * rollout.group_size
+        sequences = train.max_groups_in_flight * rollout.group_size
         rounds = max(1.0, sequences / (server.num_servers * server.max_num_seqs))
-        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds)
+        # A group that is kept waits while the learners train.
+        frozen_s = train.max_staleness * self.recovery.stall_stop_s if train.partial_rollouts else 0.0
+        return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds) + frozen_s
 
     @property
     def max_learner_tokens(self) -> int:
@@ -179,7 +181,7 @@ class Keys(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _no_default_tasks(cls, values: Any) -> Any:
-        """Make `tasks` empty if the user names none, and gives sources or data files to evaluate."""
+        """Make `tasks` empty if the user sets no `tasks` but sets `sources`, or data files in `eval.tasks`."""
         if not isinstance(values, dict) or "tasks" in values:
             return values
         section = values.get("eval")

@@ -109,7 +109,7 @@ class LearnerSection(FrozenModel):
     @property
     def token_budget(self) -> int:
         """`max_tokens_per_microbatch` as a number. A learner replaces auto before this is read."""
-        assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
+        assert isinstance(self.max_tokens_per_microbatch, int), "learner.max_tokens_per_microbatch is still auto"
         return self.max_tokens_per_microbatch
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ class LearnerSection(FrozenModel):
         for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
             if self.num_learners % size:
                 raise ValueError(
-                    f"learner.num_learners is {self.num_learners}, which is no multiple of learner.{key} = {size}. Use "
-                    f"a multiple of {size} learners."
+                    f"learner.num_learners is {self.num_learners}, which is not a multiple of learner.{key} = {size}. "
+                    f"Use a multiple of {size} learners."
                 )
         return self

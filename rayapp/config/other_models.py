@@ -36,7 +36,10 @@ class ModelServerSection(FrozenModel):
     def _not_ours(cls, options: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
         for name in options:
             if name.strip("-").replace("_", "-") in _OURS:
-                raise ValueError(f"the option {name!r} is set by the run: leave it out, or use the key of that name")
+                raise ValueError(
+                    f"options: the run itself sets {name!r}. Leave it out; for the model's GPUs use the keys beside "
+                    "`options`"
+                )
         return options
 
 

@@ -221,7 +221,7 @@ class SandboxConfig(FrozenModel):
 
     @property
     def without_stock(self) -> Self:
-        """Section without warm sandboxes, which cost money and are useless if few are leased."""
+        """Copy of the section that keeps no idle sandboxes: they cost money, and few leases don't need them."""
         return self.model_copy(update={"min_ready": 0})
 
     @property

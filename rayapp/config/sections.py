@@ -134,9 +134,44 @@ class TrainSection(FrozenModel):
     synchronous. Above 0, turn on algorithm.rollout_correction: old log-probs are the learner's, so with num_minibatches
     1 every ratio is 1 and clipping has no effect on samples of older weights. On a single CPU, values above 0 are
     slower: sampling and training share its cores."""
+    partial_rollouts: bool = False
+    """Partial rollouts: when groups_per_step groups are whole, stop sampling, keep the tokens of the others with their
+    policy versions, train, and go on with the new weights. Needs max_staleness above 0, which bounds the age of kept
+    tokens. The servers rest while the learners train, so it also fits shared GPUs (docs/scale.md#partial-rollouts)."""
+    extra_groups: int | None = Field(None, ge=1)
+    """Groups in flight beyond groups_per_step, if max_staleness is above 0. null: max_staleness x groups_per_step,
+    which is also the most."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained ahead of an older group that is still being generated, as long as the older group
-    stays within max_staleness. null: groups_per_step. 0: strictly in order. Synchronous runs are always in order."""
+    stays within max_staleness. null: groups_per_step, with partial_rollouts that times max_staleness. 0: strictly in
+    order. Synchronous runs are always in order."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if servers and learners never compute at the same time."""
+        return self.max_staleness == 0 or self.partial_rollouts
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Maximum number of groups that are admitted and not yet trained."""
+        most = self.max_staleness * self.groups_per_step
+        return self.groups_per_step + (most if self.extra_groups is None else self.extra_groups)
+
+    @model_validator(mode="after")
+    def _groups_in_flight_fit(self) -> Self:
+        most = self.max_staleness * self.groups_per_step
+        if self.partial_rollouts and self.max_staleness == 0:
+            raise ValueError(
+                "partial_rollouts is true and max_staleness is 0: tokens that are kept over a weight sync are a step "
+                "old. Set max_staleness: 1 or more."
+            )
+        if self.extra_groups is not None and self.extra_groups > most:
+            raise ValueError(
+                f"extra_groups is {self.extra_groups}, but max_staleness {self.max_staleness} x groups_per_step "
+                f"{self.groups_per_step} = {most}: the last of these groups would be too old when they are trained. "
+                f"Use {f'at most {most}' if most else 'a larger max_staleness'}."
+            )
+        return self
 
 
 class WarmupSection(FrozenModel):
@@ -170,8 +205,9 @@ class ServerSection(FrozenModel):
     """Number of GPUs of one node over which a server splits the model."""
     dtype: Dtype = "bfloat16"
     """Number format of the servers' weights and computation."""
-    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
-    """Share of the GPU's memory that vLLM takes; unused on CPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 0.85
+    """Share of the GPU's memory that vLLM takes; unused on CPU. auto: the largest share that fits by the plan, less 3%
+    of the GPU (docs/scale.md)."""
     kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
     """Size of the KV cache of each server process on CPU, in GiB; may be fractional. Each GiB adds seconds to the
     start. Unused on GPU."""
@@ -223,6 +259,12 @@ class ServerSection(FrozenModel):
         return not on_gpu if self.enforce_eager == "auto" else self.enforce_eager
 
     @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization` as a number. A server replaces auto before this is read."""
+        assert not isinstance(self.gpu_memory_utilization, str), "auto was not replaced by a number"
+        return self.gpu_memory_utilization
+
+    @property
     def gpu_batched_tokens(self) -> int:
         """Maximum number of tokens that a server on GPUs computes in one step."""
         return self.max_num_batched_tokens or max(GPU_BATCHED_TOKENS, self.max_num_seqs)
@@ -271,6 +313,9 @@ class BudgetSection(FrozenModel):
     """Price of one node of the Ray cluster for an hour, beside its GPUs. Every node that is alive counts."""
     sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
     """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
+    teacher_million_tokens: float = Field(0.0, ge=0)
+    """Price of a million tokens that the teacher behind distillation.base_url reads: all tokens of the step's
+    trajectories."""
     cap: float = Field(0.0, ge=0)
     """The most that the run may cost, judges included; resumes go on counting. At 80% the run warns; at the cap it
     saves and ends with exit code 3. 0: no limit."""
@@ -279,7 +324,8 @@ class BudgetSection(FrozenModel):
 
     @property
     def has_prices(self) -> bool:
-        return bool(self.gpu_hour or self.node_hour or any(self.sandbox_second.values()) or self.cap)
+        by_time = self.gpu_hour or self.node_hour or any(self.sandbox_second.values())
+        return bool(by_time or self.teacher_million_tokens or self.cap)
 
 
 class EvalSection(FrozenModel):
@@ -317,7 +363,7 @@ class ClusterSection(FrozenModel):
     """Device to run on. auto: GPUs if the cluster has any."""
     placement: Literal["split", "colocated"] = "split"
     """GPUs of servers and learners. split: separate GPUs. colocated: shared GPUs, on which servers sleep while learners
-    train; only for synchronous runs. Without GPUs both are the same."""
+    train; only for synchronous runs and train.partial_rollouts. Without GPUs both are the same."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs that this run may use, checked before anything starts. null: as many as the cluster has."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)

@@ -174,7 +174,7 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 UNUSED = ("is_sklearn_available", "is_scipy_available")
 """Checks that transformers makes before it imports scikit-learn (with SciPy and pandas, for assisted generation) and
-SciPy (for object detection): features that are not used here."""
+SciPy (for object detection): features that rayapp doesn't use."""
 UNUSED_BY_ACCELERATE = ("boto3",)
 """Module that accelerate, which transformers imports, imports if it is installed: for SageMaker, and 7% of the imports'
 processor time."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.core.types import Fork, Group, GroupSummary
+from rayapp.core.types import AllowedTokens, Fork, Group, GroupSummary, Trajectory, VersionSpan
 
 Int64Array = NDArray[np.int64]
 
@@ -48,6 +49,32 @@ def branches(num_tokens: int, forks: Sequence[Fork]) -> list[Int64Array]:
 def before(index: int, forks: Sequence[Fork]) -> Int64Array:
     """Return the indices of the context of the token at `index`, in order."""
     return path_to(index, forks)[:-1]
+
+
+def join_allowed(parts: Sequence[tuple[AllowedTokens | None, int]]) -> AllowedTokens | None:
+    """Return the masks of consecutive tokens together, each distinct mask once; None if there are no masks.
+
+    Args:
+        parts: the masks of some tokens, None if all tokens were allowed there, and the number of these tokens.
+    """
+    known = [part.masks for part, _ in parts if part is not None]
+    if not known:
+        return None
+    starts = iter(np.cumsum([0, *map(len, known)]))
+    indices = [
+        np.full(size, -1) if part is None else np.where(part.mask_of < 0, -1, part.mask_of + next(starts))
+        for part, size in parts
+    ]
+    mask_of = np.concatenate(indices)
+    is_masked = mask_of >= 0
+    if not is_masked.any():
+        return None
+    used, place = np.unique(mask_of[is_masked], return_inverse=True)
+    rows = np.ascontiguousarray(np.concatenate(known)[used])
+    _, first, same = np.unique(rows.view(f"V{rows.shape[1] * 4}")[:, 0], return_index=True, return_inverse=True)
+    distinct = np.full(mask_of.size, -1, np.int32)
+    distinct[is_masked] = same.reshape(-1)[place.reshape(-1)]
+    return AllowedTokens(masks=rows[first], mask_of=distinct)
 
 
 _MAX_FLOAT32 = 3.4028234e38
@@ -88,4 +115,14 @@ def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
         time_total_s=time_total_s,
         source=group.prompt.source,
         mean_prompt_tokens=float(np.mean(begun)) if begun else float(group.prompt.token_ids.size),
+        tokens_by_version=tuple(map(_tokens_by_version, trajectories)),
     )
+
+
+def _tokens_by_version(trajectory: Trajectory) -> Mapping[int, int]:
+    counts: Counter[int] = Counter()
+    for turn in trajectory.turns:
+        whole = VersionSpan(policy_version=turn.policy_version, num_tokens=turn.end - turn.start)
+        for span in turn.version_spans or (whole,):
+            counts[span.policy_version] += span.num_tokens
+    return dict(counts)

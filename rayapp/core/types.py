@@ -29,7 +29,7 @@ FinishReason = Literal["stop", "length"]
 class RequestId(NamedTuple):
     """Name of one request to an engine. Ids sort by purpose, then the oldest group first.
 
-    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module reads an id back from it.
+    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
     """
 
     purpose: Literal["group", "eval", "serve"]
@@ -76,6 +76,8 @@ class SamplingParams:
     """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
     """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    wants_allowed: bool = False
+    """With `structured_outputs`: return the tokens that the form allowed, which training needs."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
@@ -90,6 +92,20 @@ class VersionSpan:
 
     policy_version: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedTokens:
+    """Tokens that the form of a structured output allowed in the place of each of T tokens."""
+
+    masks: Int32Array
+    """(K, W) distinct masks of the vocabulary: token t is allowed if bit t % 32 of word t // 32 is set."""
+    mask_of: Int32Array
+    """(T,) index of each token's mask; -1: every token was allowed."""
+
+    def of(self, tokens: Any) -> AllowedTokens:
+        """Return the masks of some of the tokens, chosen by a numpy index."""
+        return AllowedTokens(masks=self.masks, mask_of=self.mask_of[tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +127,13 @@ class Completion:
     """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
     `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
     top_ids: Int32Array | None = None
-    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None: not wanted."""
+    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None if not
+    requested.
+    """
     top_log_probs: FloatArray | None = None
     """(T, k) their log-probs, largest first."""
+    allowed: AllowedTokens | None = None
+    """With `SamplingParams.wants_allowed`: tokens that the form allowed in the place of each sampled token."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -147,7 +167,7 @@ class Reward:
     """
 
     value: float
-    """The scalar that training uses; 0.0 without meaning if `valid` is False."""
+    """The scalar that training uses; meaningless (0.0) if `valid` is False."""
     terms: dict[str, float] = field(default_factory=dict)
     """Named parts, each recorded. Every task scored by tests has `pass_rate` and `solved` (0 or 1)."""
     status: str = "scored"
@@ -157,8 +177,8 @@ class Reward:
     failure_kind: str = ""
     """Reason why the verdict is not valid, e.g. sandbox_gone; empty if it is valid."""
     detail: str = ""
-    """One line for people: the exception that the code raised, or the first failed test with its expected value.
-    Recorded and shown in `rayapp view`, never to the policy."""
+    """Explanation in one line: the exception that the code raised, or the first failed test with its expected value.
+    Recorded and shown in `rayapp view`, but never shown to the policy."""
     time_score_s: float = 0.0
 
     @classmethod
@@ -288,7 +308,7 @@ class Trajectory:
     token_ids: Int32Array
     """(T,) all tokens that the policy read and sampled."""
     response_mask: BoolArray
-    """(T,) True exactly where the policy sampled the token."""
+    """(T,) True for each token that the policy sampled."""
     rollout_log_probs: FloatArray
     """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
     completion_text: str
@@ -313,6 +333,9 @@ class Trajectory:
     routed_experts: ExpertArray | None = None
     """(T, layers, k) with `learner.router_replay`: experts that the engine chose when it first computed each token; 0
     for a token after which no token was sampled, because no forward pass has read it."""
+    allowed: AllowedTokens | None = None
+    """Tokens that the policy could sample in the place of each token, if calls asked for a form
+    (`agent.external.structured: guide`). `rollout_log_probs` are those of the distribution over these tokens."""
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each tool or environment for the whole play. Part of the verdict; not recorded separately."""
 
@@ -407,6 +430,8 @@ class GroupSummary:
     """Name of the run's source, as in `Prompt`."""
     mean_prompt_tokens: float = 0.0
     """Mean over trajectories with sampled tokens; the prompt's length if there are none."""
+    tokens_by_version: tuple[Mapping[int, int], ...] = ()
+    """(G,) policy version -> number of tokens that it sampled."""
 
 
 class ExecOutcome(StrEnum):

@@ -1,10 +1,10 @@
-"""Counts what a run costs from its first GPU and sandbox on, and stops it at a cap.
+"""Counts the cost of a run (GPUs, nodes, sandboxes, judges), and stops the run at a cap.
 
     tick (every 10 s): GPUs, nodes and sandboxes x seconds x price --.
-    step: the judges' dollars ---------------------------------------+--> Costs --> costs.json, metrics cost/*, the cap
+    step: the judges' dollars, the teacher's tokens x price ---------+--> Costs --> costs.json, metrics cost/*, the cap
 
-`costs.json` in the run folder keeps the sums over resumes and killed processes: a process that is killed loses at most
-the seconds since its last tick.
+`costs.json` in the run folder keeps the sums over resumes and killed processes: if the driver is killed, at most the
+cost since the last tick is lost.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 FILE = "costs.json"
 TICK_S = 10.0
 WARNS_AT = 0.8
-"""Share of the cap at which a run warns, once in each process."""
+"""Share of the cap at which the driver logs a warning, once per process."""
 _SECONDS_IN_HOUR = 3600.0
 _LIVED = "/lived_s"
 
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """Costs of a run so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
+    """Sums of a run's costs so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
 
     prices: BudgetSection
     num_gpus: int
@@ -48,10 +48,9 @@ class Costs:
 
     @classmethod
     def open(cls, prices: BudgetSection, num_gpus: int, folder: Path, warmup: float = 0.0) -> Costs:
-        """Go on from the folder's `costs.json`, or begin with what the warm-up has cost.
-
+        """Return the costs in the folder's `costs.json`; in a new run those of the warm-up.
         Raises:
-            RunFolderError: the file can't be read, so the sum is not known.
+            RunFolderError: the file can't be read, so the sums are unknown.
         """
         spent = read_costs(folder)
         if not spent and warmup:
@@ -63,24 +62,25 @@ class Costs:
         return sum(self.spent.values())
 
     def tick(self, seconds: float, num_nodes: int, pool: Mapping[str, float]) -> None:
-        """Add the time since the last tick.
-
+        """Add the cost of the time since the last tick.
         Args:
-            pool: the pool's metrics; of them `sandbox/<provider>/lived_s` counts.
+            pool: the sandbox pool's metrics, with `sandbox/<provider>/lived_s`.
         """
         self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
         self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
         for provider, price in self.prices.sandbox_second.items():
             lived_s, before_s = pool.get(f"sandbox/{provider}{_LIVED}"), self._lived_s.get(provider, 0.0)
-            if lived_s is None:  # the pool did not answer: its next count includes these seconds
+            if lived_s is None:  # the pool did not answer; its next answer includes these seconds
                 continue
             self._lived_s[provider] = lived_s
-            # A pool that was started again counts from 0.
+            # A restarted pool counts from 0.
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add what the step's judges cost, by their own prices in `judges`, and return `cost/*` metrics."""
+        """Add the cost of the step's judges (by the prices in `judges`) and of a served teacher; return `cost/*`
+        metrics."""
         self._add("judges", metrics.get("judged/dollars", 0.0))
+        self._add("teacher", metrics.get("tokens/total", 0.0) / 1e6 * self.prices.teacher_million_tokens)
         return self.metrics()
 
     def _add(self, item: str, cost: float) -> None:
@@ -88,7 +88,7 @@ class Costs:
             self.spent[item] = self.spent.get(item, 0.0) + cost
 
     def save(self) -> None:
-        """Write the sums, whole or not at all."""
+        """Write the sums to costs.json, atomically."""
         write_text(self.file, json.dumps(self.spent))
 
     def metrics(self) -> dict[str, float]:
@@ -103,12 +103,12 @@ class Costs:
             items = ", ".join(f"{item} {cost:.2f}" for item, cost in sorted(self.spent.items()))
             raise BudgetSpentError(
                 f"the run has cost {self.total:.2f} {self.prices.currency} ({items}), and budget.cap is "
-                f"{self.prices.cap:g}. Raise budget.cap and give the same command to go on."
+                f"{self.prices.cap:g}. To continue, raise budget.cap and run the same command."
             )
 
 
 def read_costs(folder: Path) -> dict[str, float]:
-    """Return what a run has cost, by item; empty if nothing was counted.
+    """Return the costs of a run by item; empty if none were counted.
 
     Raises:
         RunFolderError: the file can't be read.
@@ -120,7 +120,7 @@ def read_costs(folder: Path) -> dict[str, float]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(
-            f"{file} can't be read, so what the run has cost is unknown: {error}. Delete it to count from 0."
+            f"{file} can't be read, so the run's cost is unknown: {error}. Delete this file to count from 0."
         ) from error
 
 
@@ -134,14 +134,14 @@ async def within_budget(
     with_servers: bool = True,
     warmup: float = 0.0,
 ) -> AsyncIterator[None]:
-    """Count what the run costs during the block, and add it to the metrics of each step.
+    """Count the run's costs during the block, and add them to the metrics of each step.
 
     Args:
         pool_metrics: returns the sandbox pool's metrics.
-        with_servers: False for supervised steps, which hold the learners' GPUs alone.
+        with_servers: False for supervised steps, for which only learners hold GPUs.
         warmup: cost of the supervised steps before this run.
     Raises:
-        BudgetSpentError: the cap is reached; the block was cancelled, as by Ctrl-C, and has saved its steps.
+        BudgetSpentError: the cap is reached; the block was cancelled as if by Ctrl-C, and has saved its steps.
     """
     if not config.budget.has_prices:
         yield
@@ -186,8 +186,8 @@ async def _tick(
         await asyncio.sleep(tick_s)
         try:
             pool = await pool_metrics()
-        except RayappError as error:  # the pool is being started again: its seconds are counted at a later tick
-            log.info("the pool's seconds can't be counted now: %s", error)
+        except RayappError as error:  # the pool is restarting: a later tick counts its seconds
+            log.info("the cost of sandboxes can't be counted now, but later: %s", error)
             pool = {}
         now = time.monotonic()
         nodes = await asyncio.to_thread(num_nodes)
@@ -198,6 +198,6 @@ async def _tick(
         if prices.cap and not has_warned and costs.total >= WARNS_AT * prices.cap:
             has_warned = True
             note(
-                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap): at the cap it "
-                "saves and ends"
+                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when it reaches "
+                "the cap, it saves and ends"
             )

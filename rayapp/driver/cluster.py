@@ -66,12 +66,14 @@ from rayapp.engine.weights.sync import (
     choose_transport,
     transfer_plan,
 )
+from rayapp.rollout.images import ImagePlacement, PromptImages
 from rayapp.rollout.order import ANY_VERSION
 
 __all__ = [
     "Cluster",
     "LearnerGroup",
     "RolloutWorkerHandle",
+    "Router",
     "StandIns",
     "one_connection",
     "open_cluster",
@@ -95,16 +97,14 @@ class Cluster:
     weights: WeightSync
     supervisor: Supervisor
     router: Router
+    images: ImagePlacement
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
-    """Ends these learners and starts new ones, with the model's own weights."""
+    """Function that ends these learners and starts new ones with the start model's weights."""
     num_learner_restarts: int = 0
 
     @property
     def is_synchronous(self) -> bool:
         return self.config.train.max_staleness == 0
-
-    def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
-        return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     def check_weights(self) -> None:
         """Check that a server that restarts now can get weights.
@@ -128,10 +128,12 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace servers that failed, each only once even if several calls report it; all are up when this returns."""
+        """Replace the failed servers, each once even if several calls report its failure. All servers are up
+        afterwards.
+        """
         # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
-        # at once, as a server takes minutes to start on a GPU. Use the incarnations from the time of the failures:
-        # while one server is replaced, the supervisor may already have replaced another.
+        # at once, because a server takes minutes to start on a GPU. Pass the incarnations from the time of the
+        # failures: the supervisor may have replaced a server since then.
         await asyncio.gather(
             *(
                 self.supervisor.condemn(name, self.supervisor.incarnation(name), str(error))
@@ -142,8 +144,9 @@ class Cluster:
         await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
-        """Before a training step, put servers to sleep that share the learners' GPUs. The next sync wakes them."""
-        if self.config.cluster.placement == "split":
+        """Before a training step, put servers to sleep that share the learners' GPUs, or whose requests are kept. The
+        next sync wakes them."""
+        if self.config.cluster.placement == "split" and not self.config.train.partial_rollouts:
             return
         while failed := await self._put_to_sleep():
             await self._replace(failed)  # the replacement is awake
@@ -238,10 +241,13 @@ async def open_cluster(
     with_learners: bool = True,
     report: Report = lambda text: None,
     stand_ins: StandIns = NO_STAND_INS,
+    images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
     """Start a run's actors.
 
     Args:
+        images: images of the training prompts, by source, to place groups by; without them groups go to the workers in
+            turn.
         with_learners: False for evaluation, which only generates and scores.
         report: gets a line each for Ray's dashboard, the start of actors, and each actor that is ready.
         stand_ins: replacements of real actors, for tests and benchmarks of everything else.
@@ -249,7 +255,7 @@ async def open_cluster(
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
     async with _session(config, report, stand_ins) as (session, started):
-        cluster = await _start(config, started, session, with_learners=with_learners, report=report)
+        cluster = await _start(config, started, session, with_learners=with_learners, report=report, images=images)
         async with cluster.supervisor.watching():
             yield cluster
 
@@ -273,7 +279,7 @@ async def _session(
 async def _reserve(
     config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
 ) -> tuple[Placement, bool]:
-    """Reserve room for the processes that hold models; return it, and whether it is on GPUs."""
+    """Reserve resources for the processes that hold models. Return the placement, and True if it is on GPUs."""
     bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
     await wait_for_gpus(config, bundles)
     on_gpu = uses_gpus(config, bundles)
@@ -288,7 +294,13 @@ async def _reserve(
 
 
 async def _start(
-    config: Config, started: Started, session: RayConnection, *, with_learners: bool, report: Report
+    config: Config,
+    started: Started,
+    session: RayConnection,
+    *,
+    with_learners: bool,
+    report: Report,
+    images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: it fails if another run of this name is in progress
@@ -298,8 +310,8 @@ async def _start(
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
-        # Start it alone: an engine takes the free GPU memory, and fails if that changes meanwhile. Asleep, it leaves
-        # the GPU to its learner.
+        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. Once asleep, it leaves the GPU
+        # to its learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
@@ -321,7 +333,7 @@ async def _start(
     shared = {server.name for server in servers} if placement.shares_gpus else set()
 
     async def may_start(name: str) -> None:
-        # A server takes the free GPU memory, and refuses to start while a learner is at its peak.
+        # A server takes the free GPU memory, and can't start while a learner on the GPU uses most of it.
         if name in shared:
             await cluster.learners.rest()
 
@@ -336,6 +348,7 @@ async def _start(
         weights=weights,
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
+        images=ImagePlacement.of(config, images),
         start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
     )
     return cluster
@@ -372,7 +385,7 @@ async def _start_learners_again(
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferRanks | None:
-    """Return the ranks of a group of learners and engines; None if weights go through the object store."""
+    """Return the ranks of learners and engines in the group that transfers weights; None for the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 

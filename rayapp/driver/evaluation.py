@@ -77,13 +77,13 @@ async def evaluate(
         watchdog: gets progress at every prompt's end; None outside of a run.
         record: stores the completions.
     """
-    num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
+    num_prompts = await cluster.rollout_workers[0].num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
         # In a synchronous run a wave starts together, so that the same weights give the same numbers.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
-        # If a prompt fails, no other prompt may still be on the servers when the run continues.
+        # If a prompt fails, wait for all others: none may still use the servers when the run continues.
         found = await side_by_side(map(partial(_evaluate_prompt, cluster, version, watchdog), wave, cohorts))
         made = [group for group in found if group is not None]
         summaries += [group.summary for group in made]
@@ -106,8 +106,8 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
 async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: Record) -> None:
     try:
         groups = await cluster.fetch_groups(found)
-    except LearnersLostError as error:  # their node is gone; the metrics are here, and the texts aren't trained on
-        log.warning("the texts of %d evaluated prompts are not kept: %s", len(found), error)
+    except LearnersLostError as error:  # with their node. The metrics exist; training does not need these texts
+        log.warning("the completions of %d evaluated prompts can't be stored: %s", len(found), error)
         return
     await asyncio.to_thread(record, groups)
 
@@ -128,7 +128,7 @@ async def _evaluate_prompt(
     except GroupFailedError as error:
         if watchdog is None:
             raise
-        log.warning("%s It is left out of step %d's evaluation.", error, step)
+        log.warning("%s This prompt is left out of step %d's evaluation.", error, step)
         return None
     return StoredGroup(summary=summary, ref=ref)
 

@@ -14,6 +14,7 @@ feeding, evaluation --> generate --> Router.placed --> rollout-worker-i --> summ
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -40,6 +41,7 @@ from rayapp.driver.run import Training
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ISSUES = 10
 """Maximum number of times that a group is issued: if processes are lost with the same group again and again, the group
@@ -69,7 +71,7 @@ async def generate(
     Args:
         call: calls the worker with the request, which names its server.
         what: name of the group, for messages.
-        watchdog: gets the wait, and its end as progress; None outside of a run.
+        watchdog: records the wait and, at its end, progress; None outside of a run.
         reissue: gets the reason of a loss, and returns the policy version that must sample the group now.
     Raises:
         RestartsUsedUpError: the group was lost `MAX_ISSUES` times.
@@ -77,13 +79,11 @@ async def generate(
         ConfigError, SandboxConfigError: every group would fail.
     """
     for _ in range(MAX_ISSUES):
-        worker = cluster.rollout_worker(request.group_id)
         try:
-            with (
-                watchdog.waiting(what, worker.name) if watchdog else nullcontext(),
-                cluster.router.placed(request) as placed,
-            ):
-                return await call(worker, placed)
+            with cluster.images.placed(request) as index, cluster.router.placed(request) as placed:
+                worker = cluster.rollout_workers[index]
+                with watchdog.waiting(what, worker.name) if watchdog else nullcontext():
+                    return await call(worker, placed)
         except LOST_GROUP as error:
             # Drop the cohort: its other groups may be done, or be in flight on another server.
             request = replace(request, policy_version=reissue(error), cohort=None)
@@ -93,7 +93,7 @@ async def generate(
             raise
         except RayappError as error:
             raise GroupFailedError(f"{what} failed: {error}") from error
-    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; see the notes above for the reasons")
+    raise RestartsUsedUpError(f"{what} was lost {MAX_ISSUES} times; the log above has the reason of each loss")
 
 
 @asynccontextmanager
@@ -118,6 +118,7 @@ async def feed(run: Training) -> None:
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
+            tasks.create_task(_prefetch(run, ids), name="prefetch images")
             # Only a synchronous run starts groups together; in an asynchronous run a group must not wait for a cohort.
             size = min(at_once, len(ids)) if run.cluster.is_synchronous else 1
             for first in range(0, len(ids), size):
@@ -126,6 +127,19 @@ async def feed(run: Training) -> None:
                     await slots.acquire()
                 for started in _start(run, together, version, tasks):
                     started.add_done_callback(lambda _: slots.release())
+
+
+async def _prefetch(run: Training, ids: Sequence[int]) -> None:
+    """Let the rollout workers pull the images of these groups, and of as many groups as a step has after them."""
+    if run.curriculum is not None:
+        return  # it chooses the next prompts when their groups start
+    last = run.cluster.config.train.num_steps * run.cluster.config.train.groups_per_step
+    coming = range(ids[0], min(ids[-1] + 1 + run.cluster.config.train.groups_per_step, last))
+    for index, images in run.cluster.images.ahead(coming).items():
+        try:
+            await run.cluster.rollout_workers[index].prefetch(images)
+        except RayappError as error:  # a worker that is being replaced pulls its images when it needs them
+            log.info("images of the next groups were not pulled ahead: %s", error)
 
 
 def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -162,7 +176,7 @@ async def _generate(run: Training, request: GroupRequest) -> None:
             reissue=reissue,
         )
     except GroupFailedError as error:
-        run.tracker.note(f"{error} The step takes another group.")
+        run.tracker.note(f"{error} Another group takes its place in the step.")
         run.failures.lost_group(run.cluster.config, str(error))
         await run.store.drop(group_id, GROUP_FAILED)
         return

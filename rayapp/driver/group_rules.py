@@ -5,7 +5,7 @@ slot goes to the next prompt. Only the first `algorithm.dynamic_sampling.max_dro
 refused: later ones are trained on, with zero advantages. Whether a group is refused depends on its place in the order
 of prompts and not on when it finished, so that synchronous runs repeat.
 
-`FailureBudget` limits how many rollouts may fail before the run stops. Both classes only count.
+`FailureBudget` limits how many rollouts may fail before the run stops. Neither class does I/O.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DynamicSampling:
 def has_signal(summary: GroupSummary, metric: str = "") -> bool:
     """Return False if the group's valid rewards, or their terms `metric`, are all equal.
 
-    A group with fewer than two valid trajectories counts as having a signal: it has failures, which have a budget of
-    their own (rollout.max_failed_ratio), and replacing it here would hide them.
+    A group with fewer than two valid trajectories counts as having a signal: its failures are limited separately
+    (rollout.max_failed_ratio), and replacing the group would hide them.
     """
     valid = summary.valid.astype(bool)
     values = (_term(summary, metric) if metric else summary.rewards)[valid]
@@ -94,8 +94,9 @@ def _term(summary: GroupSummary, metric: str) -> FloatArray:
 
 WINDOW_STEPS = 10
 MOST_LOST_GROUPS = 10
-"""Maximum number of groups that may fail as a whole between two steps, or the number of groups of a step, if it is
-larger."""
+"""Maximum number of groups that may fail as a whole between two steps. If a step has more groups, their number is the
+maximum.
+"""
 GROUP_FAILED = "group_failed"
 
 
@@ -144,10 +145,10 @@ class FailureBudget:
         )
         if self.ratio > self._max_ratio and not is_one_of_many:
             raise TrainingAbortedError(
-                f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons that "
-                f"are not the policy's ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. Nothing "
-                "was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column reward_detail); "
-                "the run continues from its last checkpoint."
+                f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons "
+                f"other than the policy ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. "
+                "Nothing was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column "
+                "reward_detail); the run continues from its last checkpoint."
             )
 
     def lost_group(self, config: Config, reason: str) -> None:

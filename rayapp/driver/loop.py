@@ -36,6 +36,7 @@ from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
+from rayapp.rollout.images import PromptImages, each_once, images_of_prompts, with_pinned_images
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.plots import write_reward_plot
@@ -44,7 +45,7 @@ from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 
 
 def step_phases(run: Training) -> Phases:
-    """Return the clocks of a step's phases; the start of a phase is shown, and counts as progress."""
+    """Return the timers of a step's phases. The start of each phase is displayed, and counts as progress."""
     return Phases(on_change=partial(_enter_phase, run))
 
 
@@ -74,7 +75,7 @@ async def _train_step(
     everything = (*summaries, *run.sampling.take_dropped())
     if late := sum(kind == "deadline" for summary in everything for kind in summary.failure_kinds):
         run.tracker.note(
-            f"step {step}: {late} trajectories were dropped as they took longer than rollout.group_deadline_s = "
+            f"step {step}: {late} trajectories were dropped because they took longer than rollout.group_deadline_s = "
             f"{run.cluster.config.group_deadline_s:g}. The longest trajectories are missing, which biases training. "
             "Raise rollout.group_deadline_s."
         )
@@ -83,7 +84,7 @@ async def _train_step(
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
-        run.curriculum.end_step()  # before the slots are free: its draws of the next groups use these results
+        run.curriculum.end_step()  # before slots are freed, because the draws of the next groups use these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -183,24 +184,29 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
     with RunFolder.open(config) as folder:
         if folder.is_finished:
             print(
-                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. To "
-                "train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
+                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
                 "another run.name."
             )
             return
-        # tracebacks_in encloses one_connection: Ray logs unread errors of lost groups when the connection closes.
+        # Enter tracebacks_in first: when the connection closes, Ray logs the unread errors of lost groups.
         with tracebacks_in(folder.path / "faults.log", log.warning), one_connection():
             warmup_cost = 0.0
             if config.warmup.num_steps:
                 config, warmup_cost = warm_up(config)
-            run_until_done(_run(config, folder, warmup_cost, on_step))
+            images = images_of_prompts(config)
+            all_images = each_once((*images, *images_of_prompts(config, held_out=True)))
+            config = with_pinned_images(config, all_images, folder.path / "images.json")
+            run_until_done(_run(config, folder, warmup_cost, on_step, images))
 
 
-async def _run(config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None = None) -> None:
+async def _run(
+    config: Config, folder: RunFolder, warmup_cost: float, on_step: OnStep | None, images: Sequence[PromptImages]
+) -> None:
     with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
         async with (
-            open_cluster(config, report=tracker.note) as cluster,
+            open_cluster(config, report=tracker.note, images=images) as cluster,
             within_budget(config, folder, tracker, cluster.pool.stats, warmup=warmup_cost),
         ):
             tracker.add("ray metrics", cluster.metrics_tracker())
@@ -222,7 +228,7 @@ async def train_through_losses(
         except LearnersLostError as error:
             if is_stopping():
                 raise asyncio.CancelledError from error
-            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            tracker.note(f"lost the learners: {error} Restarting them from the last checkpoint.")
             started = time.monotonic()
             await cluster.replace_learners(error)
             restarts = cluster.num_learner_restarts
@@ -290,5 +296,5 @@ async def _take_and_train(run: Training, step: int) -> dict[str, float]:
         with phases("rollout"):
             async with unstalled(run.watchdog, f"groups of step {step}"):
                 groups = await run.store.take(run.cluster.config.train.groups_per_step)
-        # A stop waits for a step that has begun to train, as half a step can't be saved.
+        # A stop waits for a step that has begun to train, because half a step can't be saved.
         return await finish_then_cancel(train_step(run, step, groups, phases))

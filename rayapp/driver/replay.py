@@ -60,7 +60,7 @@ def run_replay(config: Config, recorded: Path) -> None:
 
 
 def apart_from(config: Config, recorded: Path) -> Config:
-    """Return the config, with another run name if it would write over the run that it replays."""
+    """Return the config, with another run name if it would overwrite the replayed run."""
     if config.run_folder.resolve() != recorded.resolve():
         return config
     return with_values(config, run={"name": f"{config.run.name}-replay"})
@@ -82,7 +82,9 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
     steps = [int(file.stem.removeprefix("step=")) for file in files]
     if steps != list(range(1, len(files) + 1)):
         missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
-        raise InputError(f"{folder} lacks the steps {missing[:10]}: a replay needs every step from step 1 on.")
+        raise InputError(
+            f"{folder} has no trajectories of the steps {missing[:10]}: a replay needs every step from step 1 on."
+        )
     return files
 
 

@@ -57,14 +57,14 @@ class BestMetric:
         near = difflib.get_close_matches(self._name, sorted(metrics), n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(near)}?" if near else " Names are in metrics.jsonl of the run folder."
         raise ConfigError(
-            f"checkpoint.best_metric is {self._name!r}, which is no metric of this run, so checkpoint.keep_best would "
-            f"keep no checkpoint.{meant}"
+            f"checkpoint.best_metric is {self._name!r}, which is not a metric of this run, so checkpoint.keep_best "
+            f"would keep no checkpoint.{meant}"
         )
 
 
 def _tells(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a step with these metrics must have the metric if the name is right. A step without an evaluation
-    lacks metrics of evaluations, and a step that computed nothing lacks many metrics of the learner.
+    """Return True if a step with these metrics would also have the metric `name`, if it existed at all. A step without
+    an evaluation lacks metrics of evaluations, and a step that computed nothing lacks many metrics of the learner.
     """
     if name.startswith(EVAL):
         return any(other.startswith(EVAL) for other in metrics)
@@ -93,7 +93,7 @@ class Training:
     watchdog: Watchdog
     best: BestMetric
     curriculum: Curriculum | None
-    """None if prompts are taken in turn."""
+    """None if prompts come in order."""
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
@@ -124,6 +124,7 @@ def _open_store(
     return TrajectoryStore(
         groups_per_step=train.groups_per_step,
         max_staleness=train.max_staleness,
+        max_in_flight=train.max_groups_in_flight,
         version=version,
         num_groups=(train.num_steps - version) * train.groups_per_step,
         next_group_id=next_group_id,
@@ -135,17 +136,18 @@ def _open_store(
 
 
 def straggler_window(config: Config) -> int:
-    """Return how many groups may be trained before an earlier one that is still being generated."""
-    window = config.train.straggler_window
-    return config.train.groups_per_step if window is None else window
+    """Return the number of groups that may be trained before an older group that is still being generated."""
+    train = config.train
+    steps = train.max_staleness if train.partial_rollouts else 1
+    return steps * train.groups_per_step if train.straggler_window is None else train.straggler_window
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts are taken in turn."""
+    """Return the curriculum, restored from the last checkpoint if there is one; None if prompts come in order."""
     if not cluster.config.algorithm.curriculum.enabled:
         return None
     checkpoint = folder.checkpoints.latest()
-    num_prompts = await cluster.rollout_worker(0).num_train_prompts()
+    num_prompts = await cluster.rollout_workers[0].num_train_prompts()
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
@@ -155,7 +157,7 @@ async def restore(
     """Load the last complete checkpoint into the learners, or an earlier checkpoint if the weights are not finite.
 
     Returns:
-        Its version, the next group id, and the groups it kept; (0, 0, nothing) without a checkpoint.
+        The checkpoint's version, next group id and kept groups; (0, 0, no groups) without a checkpoint.
     Raises:
         CheckpointError: the checkpoint is of another model, or holds another step than its name says.
         RunFolderError: there are checkpoints, but none of them can be used.
@@ -168,7 +170,8 @@ async def restore(
             continue
         if version != checkpoint.version:
             raise CheckpointError(
-                f"{checkpoint.path} holds the weights of step {version}: delete this checkpoint, or its run."
+                f"{checkpoint.path} holds the weights of step {version} instead of its own step: delete this "
+                "checkpoint, or its run."
             )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)

@@ -33,9 +33,9 @@ Begin = Callable[[int], Awaitable[None]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 SAVE_S = 900.0
-"""Deadline for saving when a run stops, in case the disk hangs."""
+"""Deadline in seconds for saving when a run stops, in case the disk hangs."""
 CLOSE_S = 300.0
-"""Deadline, after the save of a stopping run, for the actors to end and release their resources."""
+"""Deadline in seconds, after the save of a stopping run, for the actors to end and release their resources."""
 NOTHING_KEPT = KeptGroups()
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
@@ -120,10 +120,10 @@ class CheckpointSaver:
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
-        """Delete the files of a checkpoint that fails at once, as a full disk would also stop the next step."""
+        """Delete the files of a failed checkpoint immediately: if the disk is full, the next step would fail too."""
         try:
             yield
-        except Exception as error:  # except cancellation: a thread may be committing it at this moment
+        except Exception as error:  # not on cancellation: a thread may be committing the checkpoint
             await asyncio.to_thread(self._folder.checkpoints.clear_pending)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
@@ -172,8 +172,9 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """When a user stops the run in the block, print a note at once, and then which steps are saved and how to
-    continue."""
+    """When a user stops the run in the block, print a note immediately; at the end, print the saved steps and how to
+    continue.
+    """
     when_stopped(
         lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")
     )
@@ -210,12 +211,13 @@ async def saving_when_stopped(
         raise
     except (StalledError, RestartsUsedUpError, TrainingAbortedError) as reason:
         try:
-            # Shield it: several tasks may find that a process was lost too often, and each stops the run.
+            # Shield the save: several tasks may detect that a process was lost too often, and each of them cancels the
+            # run.
             await finish_then_cancel(_finish(saver) if isinstance(reason, TrainingAbortedError) else save())
         except RayappError as error:
             log.warning("%s", error)
         if isinstance(reason, StalledError):
-            end_process_after(CLOSE_S)  # a thread that hangs on a disk would keep the interpreter from ending
+            end_process_after(CLOSE_S)  # a thread that hangs on the disk would prevent the interpreter from exiting
         raise
 
 
@@ -252,7 +254,7 @@ async def _in_time() -> AsyncIterator[None]:
         async with limit:
             yield
     except LearnersLostError as error:
-        # Raise another type: on a LearnersLostError the run would start new learners and continue.
+        # Raise another type, because after a LearnersLostError the run would start new learners and continue.
         raise CheckpointError(f"the steps since the last checkpoint are not saved: {error}") from error
     except TimeoutError:
         if not limit.expired():

@@ -70,10 +70,10 @@ def warm_up(config: Config) -> tuple[Config, float]:
     """
     section = sft_config(config)
     if not section.run_folder.exists():
-        _demonstrations(section)  # refused rows leave no empty run behind
+        _demonstrations(section)  # read them first, so that a refused row leaves no empty run folder
     with RunFolder.open(section) as folder:
         if folder.exported_step == section.train.num_steps:
-            print(f"{folder.uri} has its {section.train.num_steps} steps on demonstrations", flush=True)
+            print(f"{folder.uri} has completed its {section.train.num_steps} steps on demonstrations", flush=True)
         else:
             run_until_done(_run(config, section, folder))
         cost = sum(read_costs(folder.path).values())
@@ -210,7 +210,7 @@ async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> 
 def _what_is_learned(config: Config, found: Demonstrations) -> str:
     warmup = config.warmup
     source = ", ".join(warmup.files) if warmup.files else f"the tasks {', '.join(config.tasks)}"
-    left_out = f", {found.num_left_out} longer ones left out" if found.num_left_out else ""
+    left_out = f", {found.num_left_out} longer than warmup.max_tokens left out" if found.num_left_out else ""
     epochs = warmup.num_steps * warmup.rows_per_step / len(found.rows)
     return (
         f"supervised steps on {len(found.rows)} demonstrations of {source}{left_out}: {warmup.num_steps} steps of "
@@ -234,7 +234,7 @@ async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunT
                     f"the learners were lost {restart + 1} times, and recovery.max_restarts is {restart}. Last reason: "
                     f"{error} Start the run again: it continues from its last checkpoint."
                 ) from None
-            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            tracker.note(f"lost the learners: {error} Restarting them from the last checkpoint.")
 
 
 async def _no_sandboxes() -> dict[str, float]:
@@ -252,7 +252,7 @@ async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learner
             tracker.log(0, before)
         for step in range(version + 1, config.train.num_steps + 1):
             with about(step=step):
-                # A stop waits for a step that has begun, as half a step can't be saved.
+                # A stop waits for a step that has begun, because half a step can't be saved.
                 await finish_then_cancel(state.step(step))
         await saver.finish()
     tracker.phase("exporting")

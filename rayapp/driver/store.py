@@ -4,10 +4,11 @@
                           |                     |
                           '------- drop --------'            (dropped, with a reason, or refused when finished)
 
-The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups. Only `release` frees slots, and the
-driver calls it after the new weights have reached every server: if a slot were free earlier, a prompt would start on
-weights that are about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
-`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored references are opaque.
+The store holds at most `(max_staleness + 1) * groups_per_step` untrained groups, or fewer (`max_in_flight`). Only
+`release` frees slots, and the driver calls it after the new weights have reached every server: if a slot were free
+earlier, a prompt would start on weights that are about to be replaced. So a group is never older than `max_staleness`
+optimizer steps, and with `max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: stored
+references are opaque.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GroupCounts:
     trained: int
     dropped: int
     issued: int
-    """Ids handed out so far: the sum of the five counts above."""
+    """Number of ids handed out so far: the sum of the five counts above."""
 
     def balances(self) -> bool:
         return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
@@ -59,11 +60,12 @@ class TrajectoryStore(Generic[RefT]):
     Args:
         groups_per_step: groups that one optimizer step trains on.
         max_staleness: optimizer steps a group may be behind the weights that train on it.
+        max_in_flight: untrained groups at once; None: `(max_staleness + 1) * groups_per_step`, the most.
         version: policy version that the servers hold now.
         num_groups: groups that this run still trains on; no more are admitted, except in place of dropped ones.
         next_group_id: first id to hand out; on resume, the checkpoint's `next_untrained_id`.
         straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
-            0 keeps the order of ids. In any case a group is waited for before it could grow too stale.
+            0 keeps the order of ids. A step always waits for a group that would otherwise become too stale.
         waiting: finished groups that a checkpoint kept.
         done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
         refuses: returns whether to drop a finished group, given its summary and its place in the step.
@@ -74,6 +76,7 @@ class TrajectoryStore(Generic[RefT]):
         *,
         groups_per_step: int,
         max_staleness: int,
+        max_in_flight: int | None = None,
         version: int,
         num_groups: int,
         next_group_id: int = 0,
@@ -85,7 +88,7 @@ class TrajectoryStore(Generic[RefT]):
         self._refuses = refuses
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._capacity = (max_staleness + 1) * groups_per_step
+        self._capacity = max_in_flight or (max_staleness + 1) * groups_per_step
         self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
@@ -184,7 +187,7 @@ class TrajectoryStore(Generic[RefT]):
 
     def _place(self, group_id: int) -> int:
         """Return the group's index among those admitted for the next step; below 0 for groups of earlier steps."""
-        return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
+        return group_id - self._step_first_id - (self._capacity - self._groups_per_step)
 
     def _count_dropped(self, group_id: int, reason: str) -> None:
         self.dropped_for[reason] += 1
@@ -195,8 +198,8 @@ class TrajectoryStore(Generic[RefT]):
             self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """Return the next `num_groups` groups, oldest first, once that many are ready and no earlier group must be
-        waited for.
+        """Return the next `num_groups` groups, oldest first. Wait until enough are ready, and for earlier groups that
+        must not be overtaken.
 
         Groups are taken in the order of ids, not of arrival: a step's groups must not depend on which server was
         faster. Up to `straggler_window` groups may be taken before a group that is still being generated, unless that
@@ -234,7 +237,9 @@ class TrajectoryStore(Generic[RefT]):
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
-        """Return whether every other group can still be trained in time, at `groups_per_step` a step."""
+        """Return True if all other groups can still be trained before they are too stale, at `groups_per_step` per
+        step.
+        """
         taken = set(ids)
         rest = sorted(
             self._admitted_for[group_id] + self._max_staleness
@@ -249,7 +254,7 @@ class TrajectoryStore(Generic[RefT]):
         if staleness > self._max_staleness:
             raise AssertionError(
                 f"group {summary.group_id} was sampled by version {summary.min_policy_version} and would be trained by "
-                f"{self._version}: {staleness} steps stale, the bound is {self._max_staleness}"
+                f"{self._version}: it is {staleness} steps stale, but train.max_staleness is {self._max_staleness}"
             )
 
     async def release(self, version: int) -> None:
@@ -303,12 +308,12 @@ class TrajectoryStore(Generic[RefT]):
 
 
 def _num_above(group_id: int, ids: Sequence[int]) -> int:
-    """Return how many of these sorted ids are higher."""
+    """Return the number of ids above `group_id` in a sorted list."""
     return len(ids) - bisect_right(ids, group_id)
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
-    """Return the oldest version that each kept group can have been admitted for, by id.
+    """Return, by group id, the oldest version for which each kept group can have been admitted.
 
     Groups are admitted in the order of their ids, so the version for which a group was admitted is at most the version
     that sampled any later group. The version that sampled the group itself may be newer, if it was issued again.

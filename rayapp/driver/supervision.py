@@ -1,4 +1,5 @@
-"""Supervises the processes of a run: restarts those that are gone or hang, and makes them ready before they are used.
+"""Supervises the processes of a run: restarts processes that are gone or hang, and restores their state before they are
+used.
 
 One `Supervisor` per run, in the driver. Its members are processes behind a protocol that is independent of Ray:
 `actors.starting` has the real ones, tests have scripted ones. Learners are not members: when a learner dies, the step
@@ -150,8 +151,8 @@ class Supervisor:
                 await self._replace(self._members[name], reason, must_kill=True)
 
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Await work on a member; the work continues if the caller is cancelled. Otherwise a half-replaced member would
-        be lost a second time, or count as up."""
+        """Await work on a member, which continues if the caller is cancelled.
+        A half-replaced member would otherwise be lost a second time, or count as up."""
         task = asyncio.create_task(work, name=f"replace {name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -199,7 +200,7 @@ class Supervisor:
                     await self._revive(member)
                 break
             except RayappError as error:
-                # Check the process itself, because the error may be about another process that it calls.
+                # Check the member's process, because the error may be about another process that it called.
                 reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
                 reason, must_kill = f"it was not ready again within {self._revive_timeout_s:g} s.", True

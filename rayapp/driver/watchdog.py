@@ -1,8 +1,8 @@
-"""Detects that a run makes no progress although every process answers: reports all waits, then stops the run.
+"""Detects that a run makes no progress although every process answers; reports all waits, then stops the run.
 
 One `Watchdog` in the driver. `supervision` handles processes that are gone or hang; the watchdog is for stalls that no
-deadline of a single call catches, such as two parts that wait for each other, or a disk that never answers. Each of the
-driver's waits is watched in the task that waits, so that a stop ends the wait that hangs.
+deadline of a single call catches, such as two parts that wait for each other, or a disk that never answers. Every wait
+of the driver is recorded by the task that waits, so that stopping the run cancels the hanging wait.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from rayapp.core.errors import StalledError, one_error
 MAX_SHOWN = 20
 """Maximum number of waits that a report lists, longest first."""
 DUMP_S = 120.0
-"""Deadline for writing the stacks, in case the disk hangs."""
+"""Deadline in seconds for writing the stacks, in case the disk hangs."""
 LEAVE_S = 1200.0
-"""Deadline from the stop to the end of the process, for saving (`rayapp.driver.saving.SAVE_S`) and ending actors."""
+"""Deadline in seconds from the stop to the end of the process, for saving (`rayapp.driver.saving.SAVE_S`) and ending
+actors.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def stacks_of_this_process() -> str:
 
 @asynccontextmanager
 async def unstalled(watchdog: Watchdog, what: str) -> AsyncIterator[None]:
-    """Context manager that stops its block, in which the driver waits for `what`, when the run makes no progress.
+    """Context manager for a wait of the driver for `what`; stops the block if the run makes no progress.
 
     Raises:
         StalledError: nothing was finished for too long; the message lists the waits.

@@ -41,6 +41,7 @@ from rayapp.engine.vllm_arguments import (
     set_process_environment,
     vllm_args,
 )
+from rayapp.engine.vllm_forms import FormReader
 from rayapp.engine.vllm_output import (
     EngineLoad,
     EngineOutput,
@@ -87,10 +88,13 @@ class VllmEngine:
         """LoRA adapter that samples all completions, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
+        self._forms = FormReader(engine)
         self._updating: Carried | None = None
         """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
         self._num_held = 0
-        """Number of tensors of the last update that were checked to be as the learner sent them."""
+        """Number of tensors of the last update that were verified to equal the learner's."""
+        self._is_holding = False
+        """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
         """Lock held while requests start or weights are replaced, because starting a request would wake a frozen
         engine."""
@@ -178,7 +182,10 @@ class VllmEngine:
             queue.close()
         generate_s = time.monotonic() - admitted
         waited_s, num_routed = admitted - started, self._num_routed(request, len(output.token_ids))
-        return whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+        whole = whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+        if not (request.sampling.wants_allowed and request.sampling.structured_outputs):
+            return whole
+        return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
         """Return the number of tokens whose experts the completion must have; None if it is not trained on."""
@@ -259,8 +266,7 @@ class VllmEngine:
         if self._updating is not None:
             raise WeightSyncError("an earlier weight update never ended: the engine may hold a mixture of two versions")
         self._updating = carried
-        await self._changing.acquire()
-        await self._freeze()
+        await self._hold()
         # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the update.
         await self._transfer("wake", self._wake("weights"))
         if carried == "group":
@@ -285,13 +291,13 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights and set their version to `version`. They are not used before `go_on`.
+        """Check the weights and set their version to `version`. Requests use them only after `go_on`.
 
         Args:
             checksums: name -> checksum of some tensors that the group sent. Shared weights bring their own checksums,
                 which the workers check while they load.
         Returns:
-            Number of tensors that were checked to be as the learner sent them.
+            Number of tensors that were verified to equal the learner's.
         Raises:
             WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
         """
@@ -309,10 +315,8 @@ class VllmEngine:
         memory.
         """
         await self._transfer("go on", self._wake_kv_cache())
-        if self._versions.num_open:
-            await self._resume()
+        await self._let_go()
         self._updating = None
-        self._changing.release()
 
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
         try:
@@ -320,25 +324,34 @@ class VllmEngine:
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
-    async def sleep(self) -> bool:
+    async def sleep(self, *, keeps_requests: bool = False) -> bool:
         """Free the GPU's memory for the learners until the next weights. Returns False on CPU. Idempotent.
 
         Not run on a GPU yet.
 
+        Args:
+            keeps_requests: stop requests in flight between two tokens, on a CPU, too, and continue them after the next
+                weights, on a GPU with keys and values that the new weights compute again. Otherwise wait until they
+                end.
         Raises:
             EngineDeadError: the engine does not answer.
             WeightSyncError: a weight update never ended, so the weights are in use; the engine must be replaced.
         """
-        if not self._engine.model_config.enable_sleep_mode:
+        sleeps = self._engine.model_config.enable_sleep_mode
+        if not sleeps and not keeps_requests:
             return False
         if self._updating is not None:
-            raise WeightSyncError("it can't sleep: its last weight update never ended")
-        if self._is_asleep:
-            return True
+            raise WeightSyncError("the engine can't sleep: its last weight update never ended")
+        if keeps_requests:
+            await self._hold()
+        if self._is_asleep or not sleeps:
+            return self._is_asleep
         await self.pause()
         try:
-            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases.
-            await self._engine.sleep(level=1)
+            # Level 2 would drop all weights, also those that no sync sends, such as routers' correction biases. With
+            # "keep" vLLM preempts the kept requests, which lose their keys and values, and queues them again.
+            await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
+            self._load.forgive(self._versions.num_open)
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
         self._is_asleep = True
@@ -348,6 +361,7 @@ class VllmEngine:
         """Take back the memory that `sleep` freed, with the same weights as before. Idempotent."""
         await self._wake("weights")
         await self._wake_kv_cache()
+        await self._let_go()
 
     async def _wake(self, what: str) -> None:
         if self._is_asleep:
@@ -364,6 +378,21 @@ class VllmEngine:
         if not self._is_paused:
             await self._engine.pause_generation(mode="wait", clear_cache=False)
             self._is_paused = True
+
+    async def _hold(self) -> None:
+        """Freeze the requests in flight, and start none until `_let_go`. Idempotent."""
+        if not self._is_holding:
+            await self._changing.acquire()
+            self._is_holding = True
+            await self._freeze()
+
+    async def _let_go(self) -> None:
+        """Continue the requests that `_hold` froze, and let new ones start. Idempotent."""
+        if self._is_holding:
+            if self._versions.num_open:
+                await self._resume()
+            self._is_holding = False
+            self._changing.release()
 
     async def _freeze(self) -> None:
         """Stop all requests between two tokens, and count the tokens that the current weights have sampled."""

@@ -17,6 +17,7 @@ from rayapp.config.agreement import gpu_problems
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.core.machine import share_of_cores
+from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
 
@@ -26,7 +27,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_args(config: Config) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; none if the learner sends whole weights."""
+    """Return vLLM's engine arguments for LoRA; empty if the learner sends whole weights."""
     if not config.learner.lora.sends_adapter:
         return {}
     rank = next(size for size in RANKS if size >= config.learner.lora.rank)
@@ -64,7 +65,7 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         own,
-        # Alpha equal to the rank: the scale is in the tensors already.
+        # Alpha equals the rank, because the scale is already multiplied into the tensors.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
         dtype=workers.lora_config.lora_dtype,
@@ -78,7 +79,9 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
 
 
 def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError if the engine lacks a module, for example one of another model."""
+    """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
+    adapter.
+    """
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
@@ -95,7 +98,7 @@ WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 def set_process_environment(config: Config) -> None:
     """Set the variables that vLLM reads when it is imported; the engine's processes inherit them."""
     threads = config.server.cpu_threads or share_of_cores(
-        config.server.num_servers, is_synchronous=config.train.max_staleness == 0, model=config.model.path
+        config.server.num_servers, is_synchronous=config.train.takes_turns, model=config.model.path
     )
     # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
@@ -105,12 +108,19 @@ def set_process_environment(config: Config) -> None:
         # On a CPU cohorts suffice: equal batches are computed alike.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
-    # A single rank runs inside the engine core. By default vLLM puts even that one behind its multi-process executor,
+    # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
     # which spins on a queue and pins threads: 1.6 times slower on 2 cores.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if tp > 1 else "0"
     if tp > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         cores = sorted(os.sched_getaffinity(0))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+
+
+def gpu_bytes() -> int:
+    """Return the memory of this machine's first GPU; 0 on CPU. Makes no CUDA context, after which vLLM can't fork."""
+    from vllm.platforms import current_platform
+
+    return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
 def vllm_args(config: Config) -> dict[str, Any]:
@@ -123,15 +133,16 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # unused on CPU
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
         "enable_prefix_caching": True,
-        # Log-probs of the distribution that is sampled from; vLLM's default is before the temperature.
+        # Return log-probs of the sampled distribution; vLLM's default are log-probs before the temperature is applied.
         "logprobs_mode": "processed_logprobs",
+        "structured_outputs_config": {"backend": BACKEND},
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
         "seed": config.run.seed,
         # Ignore the model's generation_config.json: its top_k or repetition penalty would bias log-probs.

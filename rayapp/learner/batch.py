@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.errors import LearnerError
-from rayapp.core.trajectories import branches
-from rayapp.core.types import FloatArray, Int32Array, Trajectory
+from rayapp.core.trajectories import branches, join_allowed
+from rayapp.core.types import AllowedTokens, FloatArray, Int32Array, Trajectory
 from rayapp.learner.packing import Int64Array, Packing, common_prefix, pack, sort_key
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class MicroBatch:
     items: tuple[TrainItem, ...]
     packing: Packing
     head_positions: Int64Array
-    """(M,) packed positions that predict a response token."""
+    """(M,) packed positions that predict a response token, ascending. A position occurs once for each set of tokens
+    that a form allowed there."""
     pair_rows: Int64Array
     """(P,) index into head_positions, ascending, for each unique pair of a position and its next token."""
     pair_targets: Int64Array
@@ -66,6 +67,8 @@ class MicroBatch:
     """(B, T) index of the head position that predicts each response token; 0 past a row's own tokens."""
     mask: FloatArray
     """(B, T)"""
+    allowed: AllowedTokens | None = None
+    """Tokens that forms allowed at each of the M head positions; None: all tokens at all of them."""
     routed_experts: NDArray[np.int16] | None = None
     """(N, layers, k) experts that the engine chose for each packed token; -1 for tokens without a recorded choice.
     None: no token has a recorded choice."""
@@ -84,7 +87,7 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
-    # Fill all bins about equally: a small last bin would mean small matrix products, which are slow.
+    # Fill all bins about equally, because a small last micro-batch has small matrix products, which are slow.
     num_bins = max(1, -(-total // max_tokens))
     target = total / num_bins
     bins: list[list[TrainItem]] = []
@@ -150,7 +153,8 @@ def _pack_routed(
 
 
 def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
-    """Return a micro-batch of one untrained sequence, for ranks that have run out of work and for measuring memory.
+    """Return a micro-batch of one untrained sequence, for ranks that have no trajectories left and for measuring
+    memory.
 
     Args:
         num_heads: positions that go through the output head, 0 or 1.
@@ -248,9 +252,12 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
         positions.append(position_of[mask])
         targets.append(item.trajectory.token_ids[mask].astype(np.int64))
     lengths = np.array([position.size for position in positions])
-    flat = np.stack([np.concatenate(positions), np.concatenate(targets)], axis=1)
+    allowed = _allowed_of(items)
+    mask_of = np.full(lengths.sum(), -1) if allowed is None else allowed.mask_of
+    flat = np.stack([np.concatenate(positions), mask_of, np.concatenate(targets)], axis=1)
     pairs, pair_of = np.unique(flat, axis=0, return_inverse=True)
-    head_positions, pair_rows = np.unique(pairs[:, 0], return_inverse=True)
+    heads, pair_rows = np.unique(pairs[:, :2], axis=0, return_inverse=True)
+    pair_rows = pair_rows.reshape(-1)
     mask = np.arange(lengths.max()) < lengths[:, None]
     row_pairs, row_heads = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
     row_pairs[mask] = pair_of.reshape(-1)
@@ -258,13 +265,23 @@ def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
     return MicroBatch(
         items=tuple(items),
         packing=packing,
-        head_positions=head_positions,
+        head_positions=heads[:, 0].copy(),
         pair_rows=pair_rows,
-        pair_targets=pairs[:, 1],
+        pair_targets=pairs[:, 2].copy(),
         row_pairs=row_pairs,
         row_heads=row_heads,
         mask=mask.astype(np.float32),
+        allowed=None if allowed is None else replace(allowed, mask_of=heads[:, 1].astype(np.int32)),
     )
+
+
+def _allowed_of(items: Sequence[TrainItem]) -> AllowedTokens | None:
+    """Return the tokens that forms allowed at all items' response tokens, item by item; None if all were allowed."""
+    parts = list[tuple[AllowedTokens | None, int]]()
+    for item in items:
+        allowed, mask = item.trajectory.allowed, item.trajectory.response_mask
+        parts.append((None if allowed is None else allowed.of(mask), item.trajectory.num_response_tokens))
+    return join_allowed(parts)
 
 
 def advantages_of(batch: MicroBatch) -> Tensor:

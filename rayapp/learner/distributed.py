@@ -73,8 +73,9 @@ class Ranks:
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks act alike.
-        Collective."""
+        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks take the same action.
+        Collective.
+        """
         return next(filter(None, self.gather(problem)), "")
 
 
@@ -182,9 +183,9 @@ def give_back_memory(config: Config, device: torch.device) -> None:
 
 def use_threads(config: Config, world_size: int) -> None:
     """Set the number of threads to this learner's share of the cores. Fixed from here on: CPU results depend on it."""
-    is_synchronous = config.train.max_staleness == 0
+    takes_turns = config.train.takes_turns
     torch.set_num_threads(
-        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=is_synchronous, model=config.model.path)
+        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=takes_turns, model=config.model.path)
     )
 
 

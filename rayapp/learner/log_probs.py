@@ -10,18 +10,49 @@ p, would be lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rayapp.config.other_models import DistillationSection
+from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
 from rayapp.learner.packing import Int64Array
 
 CACHE_ROWS = 64
 """Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
+
+
+_NOT_ALLOWED = -1e30
+"""Logit of a token that a form does not allow: its probability is exactly 0, and its terms in sums are finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """Tokens that forms allowed at M positions."""
+
+    words: Tensor
+    """(K, W) int32 on the device, as in `AllowedTokens`."""
+    mask_of: Int32Array
+    """(M,) index of each position's mask; -1: all tokens. On the host, so that no chunk waits for the GPU."""
+
+    def applied_to(self, scaled: Tensor, start: int) -> Tensor:
+        """Return the scaled logits (C, V) of the positions from `start` on without the tokens that are not allowed."""
+        chosen = self.mask_of[start : start + scaled.shape[0]]
+        rows = np.flatnonzero(chosen >= 0)
+        if not rows.size:
+            return scaled
+        index, words = (torch.from_numpy(each).to(scaled.device) for each in (rows, chosen[rows].astype(np.int64)))
+        bits = self.words[words, :, None] >> torch.arange(32, device=scaled.device, dtype=torch.int32) & 1
+        is_allowed = bits.flatten(1)[:, : scaled.shape[1]].bool()
+        # Not in place: in float32 the scaled logits may be the logits themselves.
+        return scaled.index_copy(0, index, scaled[index].masked_fill_(~is_allowed, _NOT_ALLOWED))
+
+
+def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
+    return Masks(words=torch.from_numpy(np.array(allowed.masks)).to(device), mask_of=allowed.mask_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +65,8 @@ class Targets:
     """(P,)"""
     first_pairs: Int64Array
     """(M + 1,) index of each position's first pair, then P. On the host, so that no chunk waits for the GPU."""
+    allowed: Masks | None = None
+    """Tokens over which each position's distribution is; None: all."""
 
 
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
@@ -94,7 +127,7 @@ def token_log_probs(
         without `needs_sum_pi_squared`, the KL without a teacher.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher
+        hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher, targets.allowed
     )
     return result
 
@@ -110,6 +143,7 @@ class _TokenLogProbs(torch.autograd.Function):
         first_pairs: Int64Array,
         options: HeadOptions,
         teacher: TeacherHead | None,
+        allowed: Masks | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         keep_rows = options.chunk_rows * 4 // weight.element_size() if needs_grad else 0
@@ -122,16 +156,18 @@ class _TokenLogProbs(torch.autograd.Function):
             first, last = int(first_pairs[start]), int(first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
-            _score(logits, pairs, first_pairs[start : stop + 1] - first, outputs, options)
+            inputs = _Logits(logits, options, allowed, start)
+            _score(inputs, pairs, first_pairs[start : stop + 1] - first, outputs)
             if teacher is not None:
                 for low, high in _chunks(stop - start, options.rows_together(logits)):
-                    log_p = torch.log_softmax(_scaled(logits[low:high], options), dim=-1)
+                    log_p = torch.log_softmax(inputs.scaled(low, high), dim=-1)
                     log_q = teacher.log_probs(start + low, start + high)
                     teacher_kl[start + low : start + high] = kl(log_p, log_q, teacher.section)
             if stop <= keep_rows:
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, rows, token_ids, *kept)
         ctx.options, ctx.first_pairs, ctx.teacher = options, first_pairs, teacher
+        ctx.allowed = allowed
         ctx.mark_non_differentiable(*([squares] if teacher is not None else [squares, teacher_kl]))
         if not options.entropy_needs_grad:
             ctx.mark_non_differentiable(entropy)
@@ -140,7 +176,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None, grad_kl: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, rows, token_ids, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
         scale = 1.0 / options.temperature
@@ -161,14 +197,14 @@ class _TokenLogProbs(torch.autograd.Function):
                 entropy=None if grad_entropy is None else grad_entropy[start:stop] * scale,
                 teacher=None if ctx.teacher is None else (ctx.teacher, start, grad_kl[start:stop] * scale),
             )
-            grad_logits = _to_gradient(logits, slopes, options)
+            grad_logits = _to_gradient(_Logits(logits, options, ctx.allowed, start), slopes)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
             del logits, grad_logits  # free them before the next chunk is computed
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, narrow, None, None, None, None, None
+        return grad_hidden, narrow, None, None, None, None, None, None
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
@@ -182,20 +218,36 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
+class _Logits(NamedTuple):
+    """Logits of a chunk, and how they become the softmax's input."""
+
+    logits: Tensor
+    """(C, V)"""
+    options: HeadOptions
+    allowed: Masks | None
+    first: int
+    """The chunk's first position among the M."""
+
+    def scaled(self, start: int, stop: int) -> Tensor:
+        """Return the softmax's input for rows [start, stop) of the chunk."""
+        scaled = _scaled(self.logits[start:stop], self.options)
+        return scaled if self.allowed is None else self.allowed.applied_to(scaled, self.first + start)
+
+
 def _score(
-    logits: Tensor,
+    inputs: _Logits,
     pairs: tuple[Tensor, Tensor],
     first_pairs: Int64Array,
     outputs: tuple[Tensor, Tensor, Tensor],
-    options: HeadOptions,
 ) -> None:
-    """Write log-probs of the pairs, entropies and squares of a chunk's logits (C, V) into `outputs`."""
+    """Write log-probs of the pairs, entropies and squares of a chunk into `outputs`."""
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
+    logits, options = inputs.logits, inputs.options
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
-        scaled = _scaled(logits[start:stop], options)
+        scaled = inputs.scaled(start, stop)
         probs = torch.softmax(scaled, dim=-1)
-        # log Z from the largest probability, which is at least 1 / V, so that its log never underflows.
+        # Compute log Z from the largest probability: it is at least 1 / V, so its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = int(first_pairs[start]), int(first_pairs[stop])
@@ -238,19 +290,20 @@ class _Slopes:
     """The teacher, its first position, and the gradients with respect to the KL (C,)."""
 
 
-def _to_gradient(logits: Tensor, slopes: _Slopes, options: HeadOptions) -> Tensor:
+def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
     """Replace logits (C, V) in place by the loss's gradient, summed in float32 and then cast to the model's dtype.
 
     d log p_t = onehot_t - p, d H = -p (log p + H).
     """
+    logits, options = inputs.logits, inputs.options
     per_row = logits.new_zeros(logits.shape[0], dtype=torch.float32).index_add_(0, slopes.rows, slopes.log_probs)
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         own = slice(start, stop)
-        # Don't name the scaled logits: they would stay in memory beside the gradients.
+        # Don't bind the scaled logits to a name: they would stay in memory beside the gradients.
         if slopes.entropy is None and slopes.teacher is None:
-            grads = torch.softmax(_scaled(logits[own], options), dim=-1).mul_(-per_row[own, None])
+            grads = torch.softmax(inputs.scaled(start, stop), dim=-1).mul_(-per_row[own, None])
         else:
-            log_p = torch.log_softmax(_scaled(logits[own], options), dim=-1)
+            log_p = torch.log_softmax(inputs.scaled(start, stop), dim=-1)
             grads = _distribution_gradient(log_p, per_row, own, slopes)
             del log_p
         pairs = slice(int(slopes.first_pairs[start]), int(slopes.first_pairs[stop]))

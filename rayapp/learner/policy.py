@@ -46,7 +46,7 @@ from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import whole
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
 from rayapp.learner.sequence import (
     SEQUENCE_ATTENTION,
     OwnTokens,
@@ -116,6 +116,7 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
             rows=moved(rows),
             token_ids=moved(batch.pair_targets[pairs]),
             first_pairs=first_pairs_of(rows, head_positions.size),
+            allowed=None if batch.allowed is None else masks_on(device, batch.allowed.of(heads)),
         ),
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
@@ -287,7 +288,7 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
     """
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
-    causal_lm.tie_weights()  # tie again: each name got memory of its own
+    causal_lm.tie_weights()  # tie again, because each name got its own memory
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - tells transformers not to initialize it
     causal_lm.initialize_weights()
@@ -307,7 +308,7 @@ def shard(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
-    # Pinned memory only speeds up copies to a GPU.
+    # Pin memory only for GPUs: it speeds up copies to them.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:

@@ -94,8 +94,8 @@ def check_agent_name(agent_name: str, where: str = "") -> None:
     if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
         at = f"{where}: " if where else ""
         raise InputError(
-            f"{at}agent_name {agent_name!r} is neither {' nor '.join(AGENTS)}, nor a plug-in. Name your own tools in "
-            "agent.tool_file (docs/tools.md)"
+            f"{at}agent_name {agent_name!r} is neither {' nor '.join(AGENTS)}, nor a plug-in. Use one of these; your "
+            "own tools go into agent.tool_file (docs/tools.md)"
         )
 
 
@@ -165,7 +165,7 @@ class LoopAgent:
         await self.open(start.tools)
         self._player(problem.agent_name, start.tools)  # make plug-ins now, to report errors at the start
         chat = self._loop(problem.agent_name, start.tools).chat
-        if bare.token_ids.size:  # a row's prompt, rendered and cut when it was read
+        if bare.token_ids.size:  # a row's prompt was rendered and cut when the row was read
             text = chat.tokenizer.decode(bare.token_ids.tolist(), skip_special_tokens=False)
             return replace(bare, text=text, messages=start.messages)
         ids = np.array(chat.prompt_ids(start.messages), np.int32)
@@ -220,7 +220,7 @@ class OneTurn:
     tokenizer: Tokenizer
 
     async def prompt(self, problem: Problem) -> Prompt:
-        assert problem.task is not None, "a row of data is played over the chat template"
+        assert problem.task is not None, "a row of data must be played by an agent with a chat template"
         return problem.task.render(self.tokenizer)
 
     async def play(

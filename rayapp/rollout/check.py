@@ -1,6 +1,6 @@
 """Checks of a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
 
-Tools behind a service are not among the checks: the rollout workers check them at their start, from their own machines.
+Tools behind a service are not checked here: the rollout workers check them at their start, from their own machines.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def check_data(config: Config, files: Sequence[str]) -> None:
 
 
 async def _check_compilers(config: Config, languages: Collection[Language]) -> None:
-    """Compile an empty program in each language in a sandbox of the run's."""
+    """Compile an empty program in each language, in one of the run's sandboxes."""
     if not languages:
         return
     try:
@@ -281,9 +281,12 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
 def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
     """Return the maximum number of trajectories that run at once, and the calculation of this number as text."""
     train, rollout = config.train, config.rollout
-    in_training = train.groups_per_step * rollout.group_size * (train.max_staleness + 1)
+    in_training = train.max_groups_in_flight * rollout.group_size
     text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"
-    text += f" x (train.max_staleness {train.max_staleness} + 1)" if train.max_staleness else ""
+    if train.extra_groups is not None:
+        text += f" + train.extra_groups {train.extra_groups} x rollout.group_size {rollout.group_size}"
+    elif train.max_staleness:
+        text += f" x (train.max_staleness {train.max_staleness} + 1)"
     if not _evaluates(config, training=training):
         return in_training, text
     # The first wave is the longest.

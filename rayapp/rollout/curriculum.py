@@ -1,6 +1,6 @@
 """Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than the others.
 
-In a run of several sources, sources are drawn instead of prompts, each by its ratio and by its groups' results.
+In a run with several sources, sources are drawn instead of prompts, by their ratios and their groups' results.
 
 The driver owns the curriculum. It draws the prompt of each new group by weight, records the result of every finished
 group, and adds the results to the counts when a step ends. A draw depends only on the seed, the group's id and the
@@ -36,9 +36,8 @@ class Curriculum:
 
     Args:
         num_prompts: number of prompts in one epoch. A prompt is identified by its index in the first epoch's order.
-        min_weight: weight of prompts that were always or never solved.
-        ratios: ratios of the sources, to draw sources instead of prompts; None to draw prompts.
-        counts, results: state from a checkpoint, as `state` returned it.
+        min_weight: weight of prompts that were always or never solved. ratios: ratios of the sources, to draw sources
+        instead of prompts; None to draw prompts. counts, results: state from a checkpoint, as `state` returned it.
     """
 
     def __init__(

@@ -72,9 +72,8 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
                 "shorten the row, or set warmup.filter_overlong: true"
             )
     if not result.rows:
-        raise InputError(f"there is nothing to learn from: all {result.num_left_out} rows are longer than {limit} "
-                         "tokens (warmup.max_tokens)" if result.num_left_out else "there is nothing to learn from: the "
-                         "files have no rows")  # fmt: skip
+        left_out = f"all {result.num_left_out} rows are longer than {limit} tokens (warmup.max_tokens)"
+        raise InputError(f"no demonstrations: {left_out if result.num_left_out else 'the files have no rows'}")
     return result
 
 
@@ -167,7 +166,9 @@ def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:
     forks = tuple(Fork(**fork) for fork in row.get("forks") or ())
     starts = [fork.start for fork in forks]
     if starts != sorted({*starts} & {*range(1, token_ids.size)}) or any(fork.after >= fork.start for fork in forks):
-        raise ValueError("forks must be sorted, each with a start within the tokens and a token before it to continue")
+        raise ValueError(
+            "forks must be sorted; each must start at a token after the first, and continue from an earlier token"
+        )
     return replace(_trajectory_of(token_ids, mask, str(row.get("completion") or "")), forks=forks)
 
 
@@ -180,7 +181,7 @@ def _integers(value: Any, key: str, limit: int) -> Any:
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
-    """Return a demonstration of plain texts, without a template: prompt, completion and end token."""
+    """Return a demonstration of plain strings, without a chat template: prompt, completion and end token."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(completion, str):
         raise TypeError("prompt is a string, so completion must be a string; or make both lists of messages")

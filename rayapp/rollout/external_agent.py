@@ -2,10 +2,10 @@
 
     messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory with the answer
 
-Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row gives the
-verdict, like for any agent. If a limit (tokens, turns, time) ends a trajectory, its answer is scored, whatever the
-program's exit status. If the program fails before, the trajectory fails, unless `on_failure` is score. If the program
-never calls the policy, the trajectory always fails.
+Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row scores the
+answer, as with any agent. If a limit (tokens, turns, time) ends a trajectory, its answer is scored, whatever the
+program's exit status. If the program fails before a limit is reached, the trajectory fails, unless `on_failure` is
+score. If the program never calls the policy, the trajectory always fails.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class ExternalAgent:
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of the rendered messages. Callers use only their number: agents write their prompts."""
+        """Return the token ids of the rendered messages. Callers use only their number, because agents write their own
+        prompts.
+        """
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
@@ -153,7 +155,7 @@ class ExternalAgent:
             limits=self._limits,
             request_id=request_id,
             other_models=self._settings.models,
-            drops_forms=self._settings.structured == "free",
+            structured=self._settings.structured,
         )
 
     async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:
@@ -183,7 +185,7 @@ class ExternalAgent:
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
         if not acting.cancelled():
-            acting.result()  # an error that ends the run, such as a machine without the required isolation
+            acting.result()  # raise an error that must end the run, such as a machine without the required isolation
 
     async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
         assert self._sandboxes is not None, "agent.external.inside without sandboxes"

@@ -4,8 +4,7 @@ On the host it runs as the user of the rollout worker, until it ends or the call
 it started is killed. The end of its output is kept. In the trajectory's own sandbox it can reach only the policy:
 
     sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
-    this process:       the gateway accepts these connections, for this trajectory's session only
-
+    this process: the gateway accepts these connections, for this trajectory's session only
 There is no tunnel, no port that other programs can reach, and no other network.
 """
 
@@ -46,7 +45,7 @@ class AgentCall:
     api_key: str
     """Key of the trajectory's session, valid until the trajectory ends."""
     model: str = MODEL
-    """Model name to request; `agent.external.models` says what happens to others."""
+    """Model name for requests; `agent.external.models` determines the treatment of other names."""
 
     @property
     def prompt(self) -> str:
@@ -160,7 +159,7 @@ class Playing:
     failure: str = ""
     """Reason why the agent's sandbox or the gateway failed; empty if neither failed."""
     ran_out: bool = False
-    """True if the agent's time is up."""
+    """True if the agent exceeded its time limit."""
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:

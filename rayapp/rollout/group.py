@@ -131,7 +131,7 @@ async def _in_time(
 
 
 class _PlayFailedError(Exception):
-    """The agent raised, or returned no Trajectory."""
+    """Error: the agent raised an exception, or returned no Trajectory."""
 
 
 def _failed_play(error: BaseException) -> Exception:
@@ -216,7 +216,8 @@ class _CohortPlace:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """See `RolloutEngine`."""
-        if not isinstance(request_id, RequestId):  # of a plug-in: one bad id would end the whole batch
+        # An agent of a plug-in may pass anything, and one bad id would end the engine's whole batch.
+        if not isinstance(request_id, RequestId):
             raise TypeError(f"request_id is {request_id!r:.60}, not a RequestId: pass request_id._replace(turn=N)")
         self._is_taken = True
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)

@@ -41,7 +41,8 @@ class Cohort:
     """Cohort of a group: the groups that start together, given by their number.
 
     A server admits its requests of a cohort together, so that its batches, and the last bits of its log-probs, don't
-    depend on arrival times. There is no list of ids: in a step of n groups, n lists of n ids would be sent.
+    depend on arrival times. A cohort is not a list of ids, because in a step of n groups n lists of n ids would be
+    sent.
     """
 
     place: int
@@ -204,6 +205,12 @@ class Mixing:
         source = owned[slot]
         count = self._before[number][source] + owned[:slot].count(source)
         return source, count - self._round(0)[: self._first].count(source)
+
+    def placed(self, request: GroupRequest) -> tuple[int, int]:
+        """Return the index of a training group's source, and the group's index among the groups of this source."""
+        if request.source is None and request.prompt is None:
+            return self.place(request.group_id)
+        return request.source or 0, request.place
 
     def _round(self, number: int) -> tuple[int, ...]:
         """Return the source of each slot of a round."""

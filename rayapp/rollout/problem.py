@@ -28,7 +28,7 @@ class Problem:
     """One task or row of data, with its prompt and the function that scores trajectories."""
 
     prompt: Prompt
-    """Prompt of all trajectories, recorded with the group. It has no text until an agent has rendered it."""
+    """Prompt of all trajectories, recorded with the group. Its text is empty until an agent has rendered it."""
     score: Callable[[Problem, Trajectory, SandboxSource, int], Awaitable[Reward]]
     """Function that scores a trajectory that did not fail; its last argument is the seed of the hidden tests. It may
     raise any exception: see `tasks.verdict`."""

@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.trajectories import path_to
+from rayapp.core.trajectories import join_allowed, path_to
 from rayapp.core.types import (
+    AllowedTokens,
     CallRecord,
     Completion,
     ExpertArray,
@@ -75,7 +76,7 @@ class AgentPrompt:
     packages: tuple[str, ...] = ()
     """Python packages that the workspace preloads."""
     spec: SandboxSpec | None = None
-    """Spec of the workspace's sandbox; None leaves it to the tools."""
+    """Spec of the workspace's sandbox; None lets the tools choose it."""
     setup: tuple[str, ...] = ()
     """Command that runs in the workspace before the first call; empty for none."""
     first_turn: int = 0
@@ -120,6 +121,8 @@ class Recorder:
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
         """Pairs (indices of tokens, experts that the engine routed them to). A token is in the entry of the first turn
         that computed it, and in no other."""
+        self._allowed: list[tuple[int, AllowedTokens]] = []
+        """Pairs (index of a turn's first token, tokens that its form allowed), in the order of the turns."""
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
         """Index of a token -> indices of the forks that continue from it."""
@@ -156,6 +159,7 @@ class Recorder:
             forks=tuple(self.forks),
             agent_output=agent_output,
             routed_experts=self._routed_experts(),
+            allowed=self._allowed_tokens(),
         )
         return failed(played, status, failure) if status.is_error else played
 
@@ -196,6 +200,13 @@ class Recorder:
             experts[indices] = chosen
         return experts
 
+    def _allowed_tokens(self) -> AllowedTokens | None:
+        parts, end = list[tuple[AllowedTokens | None, int]](), 0
+        for start, allowed in self._allowed:
+            parts += [(None, start - end), (allowed, allowed.mask_of.size)]
+            end = start + allowed.mask_of.size
+        return join_allowed([*parts, (None, self.size - end)])
+
     def num_routed(self, last: int) -> int:
         """Return the number of leading tokens, on the path that ends at `last`, whose experts are recorded."""
         return int(self._tokens["is_routed"][path_to(last, self.forks)].sum()) if self._experts else 0
@@ -229,6 +240,8 @@ class Recorder:
         prompt_end = self._append(after, ids[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
         self._note_experts(last, completion)
+        if completion.allowed is not None:
+            self._allowed.append((self.size - completion.token_ids.size, completion.allowed))
         self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
         return prompt_end, last
 
@@ -301,6 +314,7 @@ def cut_completion(completion: Completion, num_tokens: int) -> Completion:
         log_probs=completion.log_probs[:num_tokens],
         top_ids=None if completion.top_ids is None else completion.top_ids[:num_tokens],
         top_log_probs=None if completion.top_log_probs is None else completion.top_log_probs[:num_tokens],
+        allowed=None if completion.allowed is None else completion.allowed.of(slice(num_tokens)),
         finish_reason="length",
         version_spans=tuple(spans),
     )

@@ -90,7 +90,9 @@ class RowFiles:
 
     async def problem(self, request: GroupRequest, *, seed: int) -> Problem:
         rows = self.train if request.purpose == "group" else self.held_out
-        assert rows is not None, "the driver checks which files a command needs"
+        assert rows is not None, (
+            "num_train of a source without training files: the driver should have refused this command"
+        )
         # Read one problem at a time: two groups that need the same window of rows would both load it.
         async with self._reading:
             row = await asyncio.to_thread(rows.row, request.place)
@@ -254,9 +256,7 @@ class Sources:
             starts = list(accumulate(self.num_eval_prompts, initial=0))
             index = bisect_right(starts, request.group_id) - 1
             return index, request.group_id - starts[index]
-        if request.source is None and request.prompt is None:
-            return self._mixing.place(request.group_id)
-        return request.source or 0, request.place
+        return self._mixing.placed(request)
 
     async def close(self) -> None:
         """Close the agents and judges of all sources, even if closing one fails."""
@@ -280,7 +280,7 @@ async def open_sources(config: Config, sandboxes: SandboxSource) -> Sources:
     sources = Sources([source.ratio for source in own], seed=config.run.seed, judges=judges)
     try:
         if judges is not None:
-            await judges.check()  # before any prompt is sampled
+            await judges.check()  # check the judges before any prompt is sampled
         for source in own:
             with naming(source):
                 opened = await (_open_rows if source.config.uses_data else _open_tasks)(source.config, sandboxes)

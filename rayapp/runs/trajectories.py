@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from rayapp.core.errors import InputError, one_line
 from rayapp.core.files import aside
 from rayapp.core.types import (
+    AllowedTokens,
     CallRecord,
     ExecRecord,
     ExpertArray,
@@ -78,6 +79,7 @@ _TURN = pa.struct(
 )
 _FORK = pa.struct(_all(_INT, "start", "after"))
 _EXPERTS = pa.struct([("shape", pa.list_(_INT)), ("bytes", pa.large_binary())])
+_ALLOWED = pa.struct([("num_masks", _INT), ("masks", pa.large_binary()), ("mask_of", pa.list_(_INT))])
 SCHEMA = pa.schema(
     [
         ("step", _INT),
@@ -101,16 +103,19 @@ SCHEMA = pa.schema(
         ("forks", pa.list_(_FORK)),
         ("agent_output", _TEXT),
         ("routed_experts", _EXPERTS),
+        ("allowed", _ALLOWED),
     ],
     metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
 _ROW = pa.struct(list(SCHEMA))
+_OPTIONAL = {"allowed"}
+"""Columns that files of the same schema version may lack: without them, every token was allowed."""
 
 
 def write_trajectories(
     path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
 ) -> None:
-    """Write the trajectories of one step, aside and then renamed.
+    """Write the trajectories of one step to a temporary file, which is then renamed.
 
     Args:
         learner_log_probs: for response tokens, by position of the trajectory in the step; missing ones become null.
@@ -142,7 +147,8 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 def _storable(value: Any, kind: pa.DataType) -> Any:
     """Make a value storable in a column of this type, whatever a policy, a tool or a reward function produced.
 
-    Half of a surrogate pair is spelled out; values that are no numbers become NaN, those too large infinite.
+    Halves of surrogate pairs are escaped; values that aren't numbers become NaN, and numbers that are too large become
+    infinite.
     """
     if value is None or isinstance(value, np.ndarray):
         return value
@@ -179,7 +185,7 @@ def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> 
 
 def _row(step: int, group: Group, index: int, of_response: FloatArray | None) -> dict[str, Any]:
     prompt, trajectory = group.prompt, group.trajectories[index]
-    reward, experts = trajectory.reward, trajectory.routed_experts
+    reward, experts, allowed = trajectory.reward, trajectory.routed_experts, trajectory.allowed
     return {
         "step": step,
         "group_id": group.group_id,
@@ -215,7 +221,19 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "forks": [asdict(fork) for fork in trajectory.forks],
         "agent_output": trajectory.agent_output,
         "routed_experts": None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()},
+        "allowed": None if allowed is None else _as_record(allowed),
     }
+
+
+def _as_record(allowed: AllowedTokens) -> dict[str, Any]:
+    return {"num_masks": len(allowed.masks), "masks": allowed.masks.tobytes(), "mask_of": allowed.mask_of}
+
+
+def _allowed(record: dict[str, Any] | None) -> AllowedTokens | None:
+    if record is None:
+        return None
+    masks = np.frombuffer(record["masks"], np.int32).reshape(record["num_masks"], -1)
+    return AllowedTokens(masks=masks, mask_of=np.array(record["mask_of"], np.int32))
 
 
 def _experts(record: dict[str, Any] | None) -> ExpertArray | None:
@@ -252,7 +270,7 @@ def schema_fault(schema: Any) -> str:
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         return f"has trajectory schema {found}, and this version reads {SCHEMA_VERSION}"
-    missing = [name for name in SCHEMA.names if name not in schema.names]
+    missing = [name for name in SCHEMA.names if name not in schema.names and name not in _OPTIONAL]
     return f"was written by an older rayapp: it has no column {', '.join(missing)}" if missing else ""
 
 
@@ -297,6 +315,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         forks=tuple(Fork(**fork) for fork in row["forks"]),
         agent_output=row["agent_output"],
         routed_experts=_experts(row["routed_experts"]),
+        allowed=_allowed(row.get("allowed")),
     )
 
 
@@ -337,7 +356,8 @@ class Selected:
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write the selection to `out`, a parquet file, aside and then renamed. Failed trajectories are never selected.
+    """Write the selection to a temporary file, which is then renamed to `out`, a parquet file. Failed trajectories are
+    never selected.
 
     Raises:
         InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
@@ -345,7 +365,8 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     files = [file for file in sorted((run / "trajectories").glob("step=*.parquet")) if _is_wanted(file, selection)]
     if not files:
         raise InputError(
-            f"{run / 'trajectories'} holds no steps to choose from: name the folder of a run that was trained with "
+            f"{run / 'trajectories'} has no recorded steps to select from: name the folder of a run that was trained "
+            "with "
             "tracking.trajectories: true"
         )
     count = Selected()
@@ -361,6 +382,24 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
                 "lower --min-reward"
             )
     return count
+
+
+def solve_rates(run: Path) -> dict[str, float]:
+    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept.
+
+    Raises:
+        InputError: the run kept no trajectories, or one of its files can't be read.
+    """
+    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    if not files:
+        raise InputError(
+            f"{run / 'trajectories'} holds no steps: name the folder of a run with tracking.trajectories: true"
+        )
+    solved: dict[str, list[float]] = {}
+    for group in (group for file in files for group in read_groups(file)):
+        rewards = [each.reward for each in group.trajectories if each.reward.valid]
+        solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
+    return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
 
 
 def _is_wanted(file: Path, selection: Selection) -> bool:

@@ -4,8 +4,8 @@ POST /run_code   one program in a new sandbox: its output and status
 POST /submit     a completion and its hidden tests: extracted, run and compared outside the sandbox
 GET /v1/ping     "pong"
 
-`/run_code` answers 504 when no sandbox was free in time: clients of SandboxFusion try that again. A row for `/submit`
-comes in `config.provided_data`: no data sets are installed here.
+`/run_code` answers 504 when no sandbox was free in time: SandboxFusion's clients retry after that status. `/submit`
+needs the row in `config.provided_data`, because the service has no data sets.
 
 Source: the request and response types of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
 """
@@ -55,7 +55,7 @@ class RunCode(_Request):
     compile_timeout: Seconds = 10.0
     run_timeout: Seconds = 10.0
     memory_mib: Annotated[int | None, Field(ge=-1, le=1 << 20, alias="memory_limit_MB")] = None
-    """None, 0 or -1: the service's own limit."""
+    """Memory limit in MiB; None, 0 or -1 for the service's default."""
     files: dict[Path, str | None] = Field(default={}, max_length=_MAX_FILES)
     """Path -> base64 of the file's bytes; None: an empty file."""
     fetch_files: list[Path] = Field(default=[], max_length=_MAX_FILES)
@@ -80,11 +80,11 @@ class Submit(_Request):
 
 
 def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
-    """Return a maker of the routes, for `rayapp.sandbox.service.app.serving`.
+    """Return a function that makes the routes, for `rayapp.sandbox.service.app.serving`.
 
     Args:
         lease_timeout_s: longest wait for a sandbox.
-        max_memory_mib: the most memory that a request may ask for.
+        max_memory_mib: maximum memory that a request may ask for.
     """
 
     def routes(clients: Clients) -> list[Route]:
@@ -115,7 +115,7 @@ class _Fusion:
             asked = await _read(RunCode, request)
             run = RUNNERS.get(asked.language)
             if run is None:
-                raise InputError(f"language {asked.language!r} is not offered; there are: {', '.join(RUNNERS)}")
+                raise InputError(f"language {asked.language!r} is not supported; supported are: {', '.join(RUNNERS)}")
             files = await asyncio.to_thread(_decoded, asked.files)
             async with self._sandboxes(request).lease(self._spec(asked), timeout_s=self._lease_timeout_s) as sandbox:
                 for path, content in files.items():
@@ -163,7 +163,7 @@ class _Fusion:
     def _spec(self, asked: RunCode) -> SandboxSpec:
         if asked.memory_mib is None or asked.memory_mib <= 0:
             return SandboxSpec()
-        # Powers of two: each distinct spec is a kind of sandbox of its own.
+        # Round up to a power of two, because the pool keeps sandboxes separately for each distinct spec.
         wanted = max(_MIN_MEMORY_MIB, 1 << (asked.memory_mib - 1).bit_length())
         return SandboxSpec(memory_mib=min(wanted, self._max_memory_mib))
 
@@ -173,7 +173,7 @@ async def _read(kind: type[T], request: Request) -> T:
 
     Raises:
         ValidationError: a field is wrong.
-        InputError: it is not an object, or has so many lists and objects that reading them would block the service.
+        InputError: the body is not an object, or has so many lists and objects that parsing it would block the service.
     """
     body = await request.body()
     if not body.lstrip().startswith(b"{"):
@@ -223,14 +223,14 @@ def ground_truth(asked: Submit) -> str:
     """Return the tests of a submission as the ground truth of a code problem (`rayapp.tasks.code.formats`).
 
     Raises:
-        InputError: there is no row, or its form is unknown.
+        InputError: the request has no row, or a row of unknown form.
     """
     row = asked.config.provided_data
     if isinstance(row, list):
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"no data set is installed here, {asked.dataset!r} neither: send the row as config.provided_data"
+            f"the service has no data sets, so not {asked.dataset!r} neither: send the row as config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":
@@ -248,7 +248,7 @@ def ground_truth(asked: Submit) -> str:
 def _of_oj(tests: Sequence[Any]) -> dict[str, Any]:
     pairs = [(_struct(_struct(test).get("input")), _struct(_struct(test).get("output"))) for test in tests]
     if any("stdin" not in given or "stdout" not in wanted for given, wanted in pairs):
-        raise InputError("each of test must have input.stdin and output.stdout")
+        raise InputError("each element of test must have input.stdin and output.stdout")
     return {
         "inputs": [given["stdin"] for given, _ in pairs],
         "outputs": [wanted["stdout"] for _, wanted in pairs],
@@ -256,7 +256,7 @@ def _of_oj(tests: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return a field that may come as JSON text."""
+    """Return a field's value; the field may also be the JSON text of that value."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

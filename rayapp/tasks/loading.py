@@ -7,6 +7,7 @@
 | a Python file | binds `TASK` to a `CodingTask` or any object of the `Task` protocol; trusted, runs in this process |
 | a folder | one task in Harbor's layout |
 | `benchmark:humaneval`, `reasoning_gym:chain_sum`, `repositories` | all tasks of this benchmark or generator |
+| `swe:rows.parquet?mirrors=FOLDER` | all tasks of a file in SWE-bench's form |
 | a folder of task folders, an environment's YAML file | all tasks in it |
 
 Used by the driver, the rollout workers and `rayapp score`.
@@ -25,7 +26,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rayapp.config.agent import BENCHMARK
+from rayapp.config.agent import BENCHMARK, SWE
 from rayapp.core.errors import InputError
 from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
@@ -36,6 +37,7 @@ from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environm
 from rayapp.tasks.environments.verifiers import verifiers_tasks
 from rayapp.tasks.generators import GENERATED, load_generated
 from rayapp.tasks.repository.folder import TRUST
+from rayapp.tasks.repository.swe import load_swe
 from rayapp.tasks.repository.task import load_repository
 
 _YAML = (".yaml", ".yml")
@@ -86,6 +88,8 @@ def load_source(source: str) -> Sequence[Task]:
         return load_benchmark(source)
     if source.startswith(GENERATED):
         return load_generated(source)
+    if source.startswith(SWE):
+        return load_swe(source)
     folder, _ = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
         environment = parse_environment(data, folder)

@@ -68,7 +68,7 @@ class _TextChild:
             process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-P", "-m", "rayapp.tasks.text_child"],
                 stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,  # verl's rules print what they read
+                stdout=subprocess.DEVNULL,  # verl's rules print text
                 cwd="/",
                 env=_environment(),
             )
@@ -128,7 +128,7 @@ class TextProcess:
             self.close()
             raise TextReadingFailedError(f"{name}: {type(error).__name__}: {error}", "text_process") from error
         if not how:
-            raise TextReadingFailedError(f"{name}: another program killed its process, twice", "text_process")
+            raise TextReadingFailedError(f"{name}: its process was killed by another program, twice", "text_process")
         if how == "raised":
             raise TextReadingFailedError(f"{name}: {value}", "reward_error")
         return value

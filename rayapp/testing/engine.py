@@ -1,4 +1,4 @@
-"""An engine without a model, whose completions a script gives. For tests and benchmarks of tasks, tools and loops.
+"""An engine without a model, with scripted completions. For tests and benchmarks of tasks, tools and loops.
 
 ScriptedEngine(tokenizer, lambda request_id, prompt_ids: "text of this turn")
 """
@@ -27,7 +27,7 @@ class ScriptedEngine:
         script: returns each turn; an exception that it raises is raised by `generate`.
         end_id: token that ends a turn, appended to texts.
         latency_s: duration of each call.
-        token_s: duration of each token of a streamed call, besides.
+        token_s: additional duration of each token of a streamed call.
         policy_version: policy version of every completion.
         max_model_tokens: prompt and completion together; longer prompts are refused.
     """
@@ -63,7 +63,7 @@ class ScriptedEngine:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Return the script's turn, cut to `sampling.max_tokens`; the token at index i has log-prob -0.5 - i / 1000.
-        The likeliest tokens are 0, 1, 2 …, of log-probs -1, -2, -3 …"""
+        The likeliest tokens are 0, 1, 2 …, with log-probs -1, -2, -3 …"""
         await asyncio.sleep(self._latency_s)
         if self.record:
             self.requests.append((request_id, tuple(prompt_ids), sampling))

@@ -51,7 +51,7 @@ def check_task(task: Any) -> None:
     if isinstance(task, CodingTask):
         task.check()
     other = pickle.loads(pickle.dumps(task))
-    assert other.name == task.name, f"task {task.name} is another one after it was pickled"
+    assert other.name == task.name, f"task {task.name} changes when it is pickled: its name is different afterwards"
 
     async def verdicts() -> list[Reward]:
         prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
@@ -73,7 +73,7 @@ def _check_verdict(reward: Any, where: str) -> None:
 def check_reward(function: Any) -> None:
     """Check a reward function of verl's signature: (data_source, solution_str, ground_truth, extra_info) -> a number or
     a dict with `score`."""
-    assert callable(function), f"a reward is a function, not {type(function).__name__}"
+    assert callable(function), f"a reward must be a function, not {type(function).__name__}"
     path = f"{PREFIX}the plug-in"
 
     async def terms() -> list[dict[str, float]]:
@@ -84,7 +84,7 @@ def check_reward(function: Any) -> None:
     with giving({path: function}):
         scored = asyncio.run(terms())
     for found in scored:
-        assert math.isfinite(found["score"]), f"a reward has a finite score, not {found['score']}"
+        assert math.isfinite(found["score"]), f"a reward must have a finite score, not {found['score']}"
 
 
 def check_tool(kind: Any) -> None:
@@ -93,9 +93,9 @@ def check_tool(kind: Any) -> None:
     async def play() -> None:
         async with open_pool(SandboxConfig(min_ready=0), "check-tool") as (sandboxes, _):
             tool = kind({}, None, ToolContext(sandboxes=sandboxes))
-            assert tool.schema.name, "a tool's schema has a name"
-            assert tool.timeout_s > 0, f"tool {tool.schema.name} has a deadline above 0"
-            ToolSet([tool])  # its parameters are a JSON schema
+            assert tool.schema.name, "a tool's schema must have a name"
+            assert tool.timeout_s > 0, f"tool {tool.schema.name} must have timeout_s above 0"
+            ToolSet([tool])  # checks that its parameters are a JSON schema
             state = await tool.create({})
             try:
                 verdict = await tool.reward(state)
@@ -115,8 +115,10 @@ async def _call(tool: Any) -> None:
             output = await tool.execute(state, {})
     finally:
         await tool.release(state)
-    assert isinstance(output, ToolOutput), f"tool {tool.schema.name} gives a {type(output).__name__}, not a ToolOutput"
-    assert isinstance(output.text, str), f"tool {tool.schema.name}: ToolOutput.text is a text"
+    assert isinstance(output, ToolOutput), (
+        f"tool {tool.schema.name} returns a {type(output).__name__}: it must return a ToolOutput"
+    )
+    assert isinstance(output.text, str), f"tool {tool.schema.name}: ToolOutput.text must be a str"
 
 
 def check_tracker(make: Any) -> None:
@@ -133,7 +135,7 @@ def check_loss(function: Any) -> None:
     """Check a policy loss of verl's signature: it returns a finite loss with a gradient, and metrics."""
     import torch
 
-    assert callable(function), f"it is a function, not a {type(function).__name__}"
+    assert callable(function), f"it must be a function, not a {type(function).__name__}"
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     missing = [name for name in ("old_log_prob", "log_prob", "advantages", "response_mask") if name not in parameters]
@@ -150,11 +152,11 @@ def check_loss(function: Any) -> None:
     scale = LossScale(num_tokens=6, num_trajectories=2, dp_size=1, max_response_tokens=3)
     extra = {"loss_agg_mode": "token-mean", "config": make_actor_config(Config(), scale), "rollout_is_weights": None}
     loss, metrics = function(**arguments, **extra)
-    assert loss.ndim == 0, f"a loss is one number, not of shape {tuple(loss.shape)}"
+    assert loss.ndim == 0, f"a loss must be one number, not an array of shape {tuple(loss.shape)}"
     assert torch.isfinite(loss), f"the loss is {loss}"
     loss.backward()
     assert log_prob.grad is not None, "the loss does not depend on log_prob"
-    assert isinstance(metrics, Mapping), "a loss gives (loss, metrics)"
+    assert isinstance(metrics, Mapping), "a loss must return (loss, metrics)"
 
 
 def check_estimator(function: Any) -> None:
@@ -168,21 +170,23 @@ def check_estimator(function: Any) -> None:
     assert advantages.shape == mask.shape, f"advantages are {tuple(mask.shape)}, not {tuple(advantages.shape)}"
     assert returns.shape == mask.shape, f"returns are {tuple(mask.shape)}, not {tuple(returns.shape)}"
     assert torch.isfinite(advantages).all(), "advantages are finite"
-    assert bool((advantages[mask == 0] == 0).all()), "tokens that were not sampled have no advantage"
+    assert bool((advantages[mask == 0] == 0).all()), "tokens that were not sampled must have advantage 0"
 
 
 def check_agent(make: Any) -> None:
     """Check an agent factory: a function of the process's tool agent that returns an object with an async `run`."""
-    assert callable(make), f"an agent is a function of the tool agent, not a {type(make).__name__}"
-    assert len(inspect.signature(make).parameters) >= 1, "an agent is made from the process's AgentLoop"
+    assert callable(make), f"an agent must be a function of the tool agent, not a {type(make).__name__}"
+    assert len(inspect.signature(make).parameters) >= 1, (
+        "an agent factory must take the process's AgentLoop as its argument"
+    )
 
 
 def check_provider(make: Any) -> None:
     """Check a provider factory: a function of the section's options. `sandbox_contract` checks its sandboxes."""
     provider = make({})
     for name in ("create", "attach", "list", "kill", "close"):
-        assert callable(getattr(provider, name, None)), f"a sandbox provider has a method {name}"
-    assert isinstance(provider.name, str), "a sandbox provider has a name"
+        assert callable(getattr(provider, name, None)), f"a sandbox provider must have a method {name}"
+    assert isinstance(provider.name, str), "a sandbox provider must have a name"
 
 
 _CHECKS: Mapping[Kind, Callable[[Any], None]] = {

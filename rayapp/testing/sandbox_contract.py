@@ -27,7 +27,7 @@ _READY_S = 90.0
 
 @asynccontextmanager
 async def made(provider: SandboxProvider, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    """A sandbox for the length of a block."""
+    """Yield a sandbox for the length of a block."""
     sandbox = await provider.create(spec or SandboxSpec(), labels=LABELS, ttl_s=300.0, timeout_s=_READY_S)
     try:
         yield sandbox
@@ -93,7 +93,9 @@ async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> Non
 
 
 async def a_flood_past_the_watcher_is_the_codes_failure(provider: SandboxProvider) -> None:
-    """Code may find the output of the process that watches it; there is no report in so much."""
+    """Code may flood the output of the process that watches it: the report is lost, and that counts as the code's
+    failure.
+    """
     code = (
         "import os\n"
         "try:\n"
@@ -193,7 +195,7 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
 
 
 async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
-    """Or the order of a set of them, and so a verdict, would depend on the sandbox."""
+    """Otherwise the order of a set of strings, and so a verdict, would depend on the sandbox."""
     outputs = []
     for _ in range(2):
         async with made(provider) as sandbox:
@@ -285,7 +287,7 @@ async def what_programs_connect_to_on_their_loopback_is_accepted_here(provider: 
         try:
             way = loopback_of(sandbox)
         except SandboxConfigError:
-            return  # not every provider has one
+            return  # not every provider has a loopback
         async with way as loopback, asyncio.TaskGroup() as group:
             answering = group.create_task(_answer_backwards(loopback.accept, 4))
             run = sandbox.run_command(["python3", "-c", _CONNECTS, str(loopback.port)], timeout_s=30)
@@ -295,7 +297,7 @@ async def what_programs_connect_to_on_their_loopback_is_accepted_here(provider: 
 
 
 async def _answer_backwards(accept: Accept, number: int) -> list[int]:
-    """Lengths of the first lines of so many connections, each of which was answered with the line from behind."""
+    """Accept this number of connections, answer each one's first line reversed, and return the lines' lengths."""
 
     async def answer(one: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=one, limit=1 << 20)

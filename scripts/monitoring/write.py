@@ -16,7 +16,7 @@ from scripts.monitoring.alerts import rule_file
 from scripts.monitoring.dashboard import dashboard
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NOTE = "# Made by `python -m scripts.monitoring.write`; what is in it is decided in scripts/monitoring/.\n"
+NOTE = "# Made by `python -m scripts.monitoring.write`; edit scripts/monitoring/ to change it.\n"
 
 
 def files() -> dict[Path, str]:

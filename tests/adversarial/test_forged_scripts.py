@@ -103,7 +103,7 @@ async def test_code_that_forges_the_verdict_of_a_script_is_found_by_a_sentinel_t
     reward = await score(scripted("fix_median"), as_answer({"stats.py": code}), sandboxes)
 
     assert (reward.valid, reward.value, reward.status) == (True, 0.0, "forged")
-    assert reward.detail.startswith("forged: tests/test.sh also passes with a wrong expectation in test_hidden.py::")
+    assert reward.detail.startswith("forged: it also passes with a wrong expectation in test_hidden.py::")
 
 
 async def test_without_a_solution_only_code_that_passes_every_sentinel_is_said_to_forge(

@@ -21,6 +21,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's CPU cache of 8 bits needs AVX-512"
+    ),
 ]
 
 PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]

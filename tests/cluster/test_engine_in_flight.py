@@ -84,6 +84,7 @@ def weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path_factory.getbasetemp() / "moved-model")
     return original, written(tmp_path_factory.mktemp("moved") / "weights", model)
 
 
@@ -143,6 +144,37 @@ async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_
         difference = np.abs(completion.log_probs - log_probs(tiny_model, completion.token_ids))
         assert difference[: first.num_tokens].max() < MAX_LOG_PROB_DIFFERENCE
         assert difference[first.num_tokens :].max() > 10 * MAX_LOG_PROB_DIFFERENCE
+
+
+async def test_requests_that_lost_their_keys_and_values_as_in_a_sleep_go_on_as_the_new_weights_compute_them(
+    engine: VllmEngine, weights: tuple[Weights, Weights], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    original, moved = weights
+    moved_model = tmp_path_factory.getbasetemp() / "moved-model"
+    await update(engine, engine.policy_version + 1, original)
+    for _ in range(10):
+        before = engine.policy_version
+        running = asyncio.create_task(sample(engine, 3, 3))
+        async with asyncio.timeout(60):
+            while engine.load()["running"] < 1 and not running.done():
+                await asyncio.sleep(0)
+        assert not await engine.sleep(keeps_requests=True)  # a CPU's memory is not freed
+        # vLLM's sleep on a GPU does this to the requests that it keeps: preempts them, and empties the caches.
+        await engine._engine.pause_generation(mode="keep", clear_cache=True)
+        await update(engine, before + 1, moved)
+        spanning = [c for c in await running if c.version_spans]
+        if spanning:
+            break
+        await update(engine, before + 2, original)
+
+    assert spanning
+    for completion in spanning:
+        first = completion.version_spans[0].num_tokens
+        assert first + completion.version_spans[1].num_tokens == completion.token_ids.size
+        difference = np.abs(completion.log_probs - log_probs(moved_model, completion.token_ids))
+        assert difference[:first].max() > 10 * MAX_LOG_PROB_DIFFERENCE
+        # The whole context is computed again, so that not a key of the old weights is left.
+        assert difference[first:].max() < MAX_LOG_PROB_DIFFERENCE
 
 
 async def test_after_an_update_requests_are_sampled_by_the_new_weights_alone(engine: VllmEngine) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -33,18 +35,7 @@ MAX_LOG_PROB_DIFFERENCE = 0.05
 async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_paths(
     tmp_path: Path, chat_tokenizer: Any
 ) -> None:
-    chat_tokenizer.save_pretrained(tmp_path / "model")
-    end_id = chat_tokenizer.eos_token_id
-    model = save_llama(
-        tmp_path / "model", dtype="bfloat16", vocab_size=len(chat_tokenizer), hidden_size=128, intermediate_size=256,
-        num_hidden_layers=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=end_id, pad_token_id=end_id,
-    )  # fmt: skip
-    values = {
-        "model": {"path": str(model)},
-        "cluster": {"device": "cpu"},
-        "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32},
-    }
+    values = server_values(small_model(tmp_path, chat_tokenizer, "bfloat16"))
     server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
     limits = SessionLimits(max_tokens=1500, max_turns=20)
     try:
@@ -84,6 +75,96 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
     finally:
         await gateway.close()
         await server.close()
+
+
+SCORE = {
+    "type": "object",
+    "properties": {"score": {"enum": [1, 2, 3]}, "why": {"type": "string", "maxLength": 8}},
+    "required": ["score", "why"],
+    "additionalProperties": False,
+}
+
+
+async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the_recorded_masks(
+    tmp_path: Path, chat_tokenizer: Any
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = small_model(tmp_path, chat_tokenizer, "float32")
+    values = server_values(model) | {"server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32, "dtype": "float32"}}
+    server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
+    tool: Any = {"type": "function", "function": {"name": "rate", "description": "", "parameters": SCORE}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "score", "schema": SCORE}}
+    try:
+        await server.start()
+        await gateway.start()
+        with gateway.session(
+            engine=server,
+            sampling=SamplingParams(max_tokens=300, temperature=0.7, seed=3),
+            limits=SessionLimits(max_tokens=1500, max_turns=20),
+            request_id=RequestId("group", 1, 0),
+            structured="guide",
+        ) as session:
+            client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
+            chat: Any = client.chat.completions
+            asked: Any = {"model": "any", "messages": [{"role": "user", "content": "rate it"}]}
+            formed = await chat.create(**asked, response_format=form)
+            free = await chat.create(**asked, max_tokens=10)
+            forced = await chat.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+            chosen = await chat.create(**asked, extra_body={"structured_outputs": {"choice": ["left", "right"]}})
+            with pytest.raises(openai.BadRequestError, match="engine can't follow this request"):
+                await chat.create(**asked, response_format=form_with({"type": "array", "uniqueItems": True}))
+        played = session.trajectory()
+    finally:
+        await gateway.close()
+        await server.close()
+
+    jsonschema.validate(json.loads(formed.choices[0].message.content), SCORE)
+    (call,) = forced.choices[0].message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCORE)
+    assert chosen.choices[0].message.content in ("left", "right")
+    assert free.usage.completion_tokens <= 10
+
+    assert played.allowed is not None
+    masks = np.unpackbits(played.allowed.masks.view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    is_masked = played.allowed.mask_of >= 0
+    assert is_masked[~played.response_mask].sum() == 0
+    for number, turn in enumerate(played.turns):
+        own = slice(turn.start, turn.end)
+        assert is_masked[own].all() == (number != 1)  # the second turn is free
+        path = path_to(turn.end - 1, played.forks)
+        ids = torch.from_numpy(played.token_ids[path].astype(np.int64))[None]
+        with torch.no_grad():
+            logits = plain(ids).logits[0, -1 - (turn.end - turn.start) : -1] / 0.7
+        for place, row in zip(range(turn.start, turn.end), logits, strict=True):
+            if is_masked[place]:
+                row[~torch.from_numpy(masks[played.allowed.mask_of[place], : row.numel()])] = float("-inf")
+        expected = logits.log_softmax(-1).gather(1, ids[0, -logits.shape[0] :, None])[:, 0].numpy()
+        np.testing.assert_allclose(played.rollout_log_probs[own], expected, atol=1e-3)
+
+
+def form_with(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
+def small_model(folder: Path, tokenizer: Any, dtype: str) -> Path:
+    tokenizer.save_pretrained(folder / "model")
+    end_id = tokenizer.eos_token_id
+    return save_llama(
+        folder / "model", dtype=dtype, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
+        num_hidden_layers=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=end_id, pad_token_id=end_id,
+    )  # fmt: skip
+
+
+def server_values(model: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model)},
+        "cluster": {"device": "cpu"},
+        "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
+        "server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32},
+    }
 
 
 def formats_of(tokenizer: Any) -> Formats:

@@ -189,7 +189,7 @@ async def test_no_free_sandbox_is_an_error_of_the_protocol(url: str) -> None:
 @pytest.mark.parametrize(
     ("tool", "arguments", "headers", "message"),
     [
-        ("run_code_once", {"code": "1", "language": "javascript"}, {}, "language 'javascript' is not offered"),
+        ("run_code_once", {"code": "1", "language": "javascript"}, {}, "language 'javascript' is not supported"),
         ("run_code_once", {"code": "1"}, {"X_Execution_Timeout": "soon"}, "x-execution-timeout must be a number"),
         ("run_command", {"cmd": "true", "envs": {"A B": "x"}}, {}, "'A B' is not a valid name"),
     ],

@@ -137,12 +137,12 @@ def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is
 @pytest.mark.parametrize(
     ("route", "body", "message"),
     [
-        ("run_code", {"code": "1", "language": "cobol"}, "language 'cobol' is not offered; there are: python"),
+        ("run_code", {"code": "1", "language": "cobol"}, "language 'cobol' is not supported; supported are: python"),
         ("run_code", {"language": "python"}, "code: Field required"),
         ("run_code", {"code": "1", "files": {"../x": ""}}, "'../x' must be relative"),
         ("run_code", {"code": "1", "files": {"x": "!"}}, "'x' is not base64"),
         ("run_code", {"code": "1", "run_timeout": -1}, "run_timeout: Input should be greater than 0"),
-        ("submit", {"completion": "", "dataset": "mbpp"}, "no data set is installed here"),
+        ("submit", {"completion": "", "dataset": "mbpp"}, "the service has no data sets"),
         ("submit", {"completion": "", "config": {"provided_data": {"test": [1]}}}, "must be a struct"),
     ],
 )
@@ -175,7 +175,7 @@ def test_each_client_has_its_key_and_its_share_and_is_counted(tmp_path: Path) ->
         counts = metrics(url)
 
     assert (stranger.status_code, second.status_code, other.json()["run_result"]["stdout"]) == (401, 504, "2\n")
-    assert "as many sandboxes as a client may" in second.json()["message"]
+    assert "the maximum number of sandboxes for a client" in second.json()["message"]
     assert 'rayapp_sandbox_requests_total{client="alice",route="/run_code",status="504"} 1.0' in counts
     assert "eve" not in counts
 
@@ -189,8 +189,8 @@ def metrics(url: str) -> str:
     ("lines", "message"),
     [
         ("alice short\n", "line 1: expected NAME KEY"),
-        ("alice key-of-alice-0001\nbob key-of-alice-0001\n", "line 2: this name or key stands in an earlier line"),
-        ("# nobody yet\n", "names no client"),
+        ("alice key-of-alice-0001\nbob key-of-alice-0001\n", "line 2: this name or key is also in an earlier line"),
+        ("# nobody yet\n", "has no client"),
     ],
 )
 def test_a_wrong_file_of_clients_is_one_line(tmp_path: Path, lines: str, message: str) -> None:

@@ -131,3 +131,65 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         assert (trajectory.num_turns, len(trajectory.forks)) == (3, 1)
         assert trajectory.agent_output == "played\n"
         assert trajectory.num_response_tokens == 18
+
+
+RATER = """
+import json, os, urllib.request
+
+schema = {"type": "object", "properties": {"score": {"enum": [1, 2, 3, 4, 5, 6, 7]}}, "required": ["score"],
+          "additionalProperties": False}
+form = {"type": "json_schema", "json_schema": {"name": "rating", "schema": schema}}
+body = {"model": "any", "messages": [{"role": "user", "content": "rate"}], "response_format": form, "max_tokens": 60}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+with opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+try:
+    score = json.loads(said)["score"]
+except ValueError:
+    score = "cut off"
+with open("answer", "w") as answer:
+    answer.write(f"#### {score}")
+"""
+
+
+def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
+    tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
+) -> None:
+    program, log, folder = tmp_path / "agent.py", tmp_path / "log", tmp_path / "run"
+    program.write_text(RATER)
+    external = {"command": [sys.executable, str(program)], "answer_file": "answer", "structured": "guide"}
+    config = short_run(
+        tmp_path,
+        model={"path": str(chat_model)},
+        rollout={"max_prompt_tokens": 100, "max_completion_tokens": 80, "group_size": 8},
+        learner={"max_tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-2}},
+        train={"num_steps": 14, "groups_per_step": 2},
+        agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
+    )
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "Rate it."}],
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "rows.parquet")
+    config["tasks"] = [str(tmp_path / "rows.parquet")]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    training = standing_ray.train(str(tmp_path / "config.yaml"), log=log)
+    try:
+        assert training.wait(DEADLINE_S) == 0, log.read_text()
+    finally:
+        training.kill()
+        training.wait()
+
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["reward/mean"] for record in records]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+    # Without the masks the learner's distribution would be over all tokens: the difference would be near 1.
+    assert max(record["rollout_probs_diff/mean"] for record in records) < 0.02
+    for path in sorted((folder / "trajectories").glob("*")):
+        for trajectory in (trajectory for group in read_groups(path) for trajectory in group.trajectories):
+            assert trajectory.allowed is not None
+            assert (trajectory.allowed.mask_of[trajectory.response_mask] >= 0).all()

@@ -90,7 +90,7 @@ class Terminal:
 def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     config = {
-        "run": {"output_dir": str(folder / "outputs")},
+        "run": {"output_dir": str(folder / "outputs"), "deterministic": True},
         "model": {"path": str(tiny_model)},
         "tasks": letter_tasks,
         "cluster": {"device": "cpu", "dashboard": False},

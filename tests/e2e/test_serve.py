@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -63,6 +64,50 @@ def ask(url: str, key: str, **asked: Any) -> Any:
     return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}], **asked)
 
 
+def other_routes_answer(url: str, key: str) -> None:
+    """Check completions, responses, messages and models, each with what only it offers."""
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=DEADLINE_S)
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+
+    plain = client.completions.create(model="any", prompt=["one", "two"], max_tokens=4, n=2, logprobs=3, temperature=1)
+    assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
+    assert all(len(choice.logprobs.token_logprobs) == len(choice.logprobs.top_logprobs) for choice in plain.choices)
+    pieces = client.completions.create(model="any", prompt="one", max_tokens=4, temperature=0, stream=True)
+    whole = client.completions.create(model="any", prompt="one", max_tokens=4, temperature=0)
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    chosen = client.completions.create(
+        model="any", prompt="one", max_tokens=9, extra_body={"structured_outputs": {"choice": ["left", "right"]}}
+    )
+    assert chosen.choices[0].text in ("left", "right")
+    scored = ask(url, key, logprobs=True, top_logprobs=2, max_tokens=3, temperature=1)
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in scored.choices[0].logprobs.content)
+
+    form: Any = {"format": {"type": "json_schema", "name": "form", "schema": SCORE}}
+    first = client.responses.create(model="any", input="hello", text=form, max_output_tokens=300, temperature=1)
+    jsonschema.validate(json.loads(first.output_text), SCORE)
+    second = client.responses.create(
+        model="any", input="again", previous_response_id=first.id, max_output_tokens=4, temperature=0
+    )
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+
+    other = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0, timeout=DEADLINE_S)
+    said: Any = [{"role": "user", "content": "hello"}]
+    formed = other.messages.create(
+        model="any", messages=said, max_tokens=300,
+        extra_body={"output_config": {"format": {"type": "json_schema", "schema": SCORE}}},
+    )  # fmt: skip
+    jsonschema.validate(json.loads(formed.content[0].text), SCORE)
+    tool: Any = {"name": "rate", "description": "Rates.", "input_schema": SCORE}
+    called = other.messages.create(
+        model="any", messages=said, max_tokens=400, tools=[tool], tool_choice={"type": "tool", "name": "rate"}
+    )
+    assert called.stop_reason == "tool_use"
+    jsonschema.validate(called.content[-1].input, SCORE)
+
+
 def form_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
 
@@ -82,7 +127,8 @@ def test_a_model_is_served_until_sigterm_and_nothing_is_left(
 ) -> None:
     file, log = tmp_path / "config.yaml", tmp_path / "log"
     file.write_text(yaml.safe_dump(short_run(tmp_path, model={"path": str(policy_of({"yes": 1.0}))})))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    # A Ray of its own: another Ray on this machine may be found otherwise.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")} | {"RAY_ADDRESS": "local"}
 
     with serving(log, kept, str(file), "--max-tokens", "900") as (process, url):
         key = re.search(r"key +(\S+) +\(made for this server", log.read_text())
@@ -94,10 +140,11 @@ def test_a_model_is_served_until_sigterm_and_nothing_is_left(
         )
         with pytest.raises(openai.AuthenticationError):
             ask(url, "another")
-        formed = ask(url, key[1], response_format=form_of(SCORE), max_tokens=60, temperature=1)
-        forced = ask(url, key[1], tools=[TOOL], tool_choice="required", max_tokens=60, temperature=1)
+        formed = ask(url, key[1], response_format=form_of(SCORE), max_tokens=300, temperature=1)
+        forced = ask(url, key[1], tools=[TOOL], tool_choice="required", max_tokens=300, temperature=1)
         with pytest.raises(openai.BadRequestError, match="schema"):
             ask(url, key[1], response_format=form_of({"type": "nonsense"}))
+        other_routes_answer(url, key[1])
         process.send_signal(signal.SIGTERM)
         code = process.wait(120)
 

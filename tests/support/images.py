@@ -23,7 +23,7 @@ from typing import Any
 
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.images.manifest import this_platform
-from rayapp.sandbox.images.source import ImageSource
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 
@@ -37,7 +37,7 @@ _LIBRARY_PARTS = re.compile(
 
 
 def entry(name: str, content: bytes | str | None = None, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
-    """A member of a layer: a file with this content, a link if `linkname` is given, a folder without either."""
+    """Return a member of a layer: a file with this content, a link if `linkname` is given, otherwise a folder."""
     info = tarfile.TarInfo(name)
     data = content.encode() if isinstance(content, str) else content
     if data is None:
@@ -50,7 +50,7 @@ def entry(name: str, content: bytes | str | None = None, **fields: object) -> tu
 
 
 def layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    """An uncompressed layer with these members."""
+    """Return an uncompressed layer with these members."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for info, data in entries:
@@ -69,7 +69,7 @@ def write_oci(
     """Write an image as a folder in OCI's layout; returns the digest of its manifest.
 
     Args:
-        stored: the layers as they lie there, gzipped if None.
+        stored: the layers as stored in the folder; None stores them gzipped.
         config: WorkingDir, Env, User.
     """
     system, _, machine = (platform or this_platform()).partition("/")
@@ -97,9 +97,9 @@ def write_oci(
     return str(top["digest"])
 
 
-def machine_layer(*, with_python: bool) -> bytes:
-    """A layer with this machine's shell and small programs, and its Python."""
-    files = {f"/usr/bin/{name}": path for name in PROGRAMS if (path := shutil.which(name))}
+def machine_layer(*, with_python: bool, programs: Sequence[str] = PROGRAMS) -> bytes:
+    """Return a layer with this machine's shell and small programs, and with its Python if `with_python`."""
+    files = {f"/usr/bin/{name}": path for name in programs if (path := shutil.which(name))}
     links: dict[str, str] = {}
     if with_python:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -122,7 +122,7 @@ def machine_layer(*, with_python: bool) -> bytes:
 
 
 def _libraries(programs: Iterable[str]) -> set[str]:
-    """The shared libraries that these programs and modules link to, and the loader."""
+    """Return the paths of the loader and of the shared libraries to which these programs and modules link."""
     said = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"(?:=> |^\s*)(/\S+) \(0x", said, re.MULTILINE))
 
@@ -135,18 +135,18 @@ class MachineImages:
     python: str
     """Template of an image with Python."""
     plain: str
-    """Template of one without."""
+    """Template of an image without Python."""
 
     def source(self) -> ImageSource:
         return ImageSource(folder=self.cache)
 
     def provider(self, template: str, **options: Any) -> OnImage:
-        """A local provider whose sandboxes are all on this image."""
+        """Return a local provider whose sandboxes all use this image."""
         return OnImage(template, images=self.source(), **options)
 
 
 class OnImage(LocalProvider):
-    """Makes all sandboxes on one image."""
+    """A local provider that makes all sandboxes on one image."""
 
     def __init__(self, template: str, **options: Any) -> None:
         super().__init__(**options)
@@ -161,7 +161,7 @@ class OnImage(LocalProvider):
 
 @contextmanager
 def machine_images() -> Iterator[MachineImages]:
-    # Not in pytest's folder, which only root may enter: the sandboxes' user has to.
+    # Don't use pytest's temporary folder: only root may enter it, but the sandboxes' user must.
     folder = Path(tempfile.mkdtemp(prefix="rayapp-images-"))
     folder.chmod(0o755)
     try:

@@ -36,7 +36,7 @@ def import_learner(*families: str) -> None:
     on imports.
 
     Args:
-        families: of the models, as transformers names their folders, if not only Llamas.
+        families: further model families, besides Llama, by the names of their folders in transformers.
     """
     with large_imports():
         from torch.distributed import checkpoint, fsdp  # noqa: F401
@@ -123,7 +123,7 @@ SHAPE = {
 
 
 def save_llama(folder: Path, *, dtype: str = "float32", **shape: float | bool | None) -> Path:
-    """A Llama with random weights, without a tokenizer, as a Hugging Face folder.
+    """Save a Llama with random weights, without a tokenizer, as a Hugging Face folder.
 
     Args:
         shape: fields of its `LlamaConfig`, added to SHAPE or replacing some of it.
@@ -146,7 +146,9 @@ def sampled(
     log_prob: float = 0.0,
     policy_version: int = 0,
 ) -> Trajectory:
-    """A completed trajectory: a prompt, and a response whose tokens the engine gave `log_prob` each."""
+    """Return a completed trajectory: a prompt, and a response whose tokens all have the engine's log-prob
+    `log_prob`.
+    """
     tokens = np.asarray(token_ids, np.int32)
     mask = np.arange(tokens.size) >= num_prompt_tokens
     return Trajectory(
@@ -163,7 +165,7 @@ def sampled(
 
 @contextmanager
 def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
-    """Yield the only rank, in this process."""
+    """Yield a learner that is the only rank, in this process."""
     from rayapp.learner.build import build_learner
     from rayapp.learner.distributed import only_rank
 

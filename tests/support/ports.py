@@ -7,8 +7,8 @@ from contextlib import suppress
 from random import SystemRandom
 
 _FIRST, _LAST = 20_000, 32_000
-"""Above the ports that Ray gives its workers, and below those that Linux gives to outgoing connections: no other
-program takes a port of this range between search and use, unless another test finds the same one."""
+"""Range above the ports of Ray's workers and below those that Linux uses for outgoing connections, so that between
+search and use only another test could take the port."""
 
 
 def free_port() -> int:

@@ -53,6 +53,7 @@ def _tokens(random: np.random.Generator, rows: int) -> dict[str, Any]:
         "rollout_log_probs": pa.array(list(log_probs.astype(np.float32))),
         "learner_log_probs": pa.array(list((0.99 * log_probs).astype(np.float32))),
         "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
+        "allowed": pa.nulls(rows, SCHEMA.field("allowed").type),
     }
 
 
@@ -85,6 +86,7 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
             "turns": pa.array([[]] * rows, SCHEMA.field("turns").type),
             "forks": pa.array([[]] * rows, SCHEMA.field("forks").type),
             "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
+            "allowed": pa.nulls(rows, SCHEMA.field("allowed").type),
             "reward_terms": pa.array(terms, SCHEMA.field("reward_terms").type),
             "reward_status": pa.array(np.array(STATUSES)[random.integers(0, len(STATUSES), rows)]),
             "valid": pa.array([True] * rows),

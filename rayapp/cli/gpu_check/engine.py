@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import numpy as np
 
 from rayapp.cli.gpu_check.checks import CheckContext, CheckResult, judged, model_of
 from rayapp.config.config import Config
+from rayapp.core.errors import DeadlineError
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.learner.memory.shape import GIB
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
-"""Largest allowed mean over tokens: differences from bfloat16 summation order are smaller."""
+"""Maximum mean difference over tokens; differences from bfloat16's summation order are smaller."""
+MAX_FP8_DIFFERENCE = 0.3
+"""The same for weights, keys and values of 8 bits, which the correction of each token allows for."""
 PROMPT_TOKENS = 64
+KEPT_S = 120.0
 
 
 def engine_tp1(context: CheckContext) -> CheckResult:
@@ -29,6 +34,12 @@ def engine_tp1(context: CheckContext) -> CheckResult:
 def engine_eager(context: CheckContext) -> CheckResult:
     """Check an engine on one GPU without torch.compile and CUDA graphs, which the other checks use."""
     return _engine(context, tensor_parallel=1, enforce_eager=True)
+
+
+def engine_fp8(context: CheckContext) -> CheckResult:
+    """Check an engine whose weights and KV cache are rounded to 8 bits."""
+    rounding = "fp8_per_block" if context.on_gpu else "fp8_per_channel"
+    return _engine(context, tensor_parallel=1, quantization=rounding, kv_cache_dtype="fp8")
 
 
 def engine_tp2(context: CheckContext) -> CheckResult:
@@ -44,6 +55,7 @@ def _engine(context: CheckContext, tensor_parallel: int, **server: object) -> Ch
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         learners = process.submit(_learner_log_probs, config, tokens).result()
     found["log_prob_difference"] = float(np.abs(learners - own).mean())
+    found["most"] = MAX_FP8_DIFFERENCE if config.server.is_rounded else MAX_LOG_PROB_DIFFERENCE
     return judge_engine(found)
 
 
@@ -53,6 +65,7 @@ def engine_config(context: CheckContext, model: str, tensor_parallel: int, **ser
         {
             "model": {"path": model},
             "cluster": {"device": context.device, "placement": "colocated"},
+            "algorithm": {"rollout_correction": {"level": "token"}},
             "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": 192 if context.on_gpu else 32},
             "server": {
                 "tensor_parallel_size": tensor_parallel, "gpu_memory_utilization": 0.5, "kv_cache_gib": 1,
@@ -80,6 +93,7 @@ async def _use_engine(config: Config, context: CheckContext) -> dict[str, Any]:
         found["tokens_per_s"] = tokens / (time.monotonic() - started)
         sequence = [*prompt, *completions[0].token_ids]
         found |= await _sleep_and_wake(engine)
+        found["tokens_after_sleep"] = await _tokens_over_a_sleep(engine, prompt, sampling)
         found |= {"tokens": np.array(sequence, np.int64), "own": await engine.prompt_log_probs(sequence)}
     finally:
         engine.close()
@@ -96,6 +110,33 @@ async def _sleep_and_wake(engine: Any) -> dict[str, float]:
     return {"sleep_s": slept - started, "wake_s": time.monotonic() - slept, "freed_gib": asleep - before}
 
 
+async def _tokens_over_a_sleep(engine: Any, prompt: list[int], sampling: SamplingParams) -> int:
+    """Let the engine sleep in the middle of a completion; return the tokens that it sampled after it woke.
+
+    Raises:
+        DeadlineError: the completion did not go on.
+    """
+    told: list[int] = []
+    has_begun = asyncio.Event()
+
+    def tell(tokens: Sequence[int]) -> None:
+        told.extend(tokens)
+        has_begun.set()
+
+    running = asyncio.create_task(engine.generate(RequestId("group", 1 << 20), prompt, sampling, tell))
+    try:
+        async with asyncio.timeout(KEPT_S):
+            await has_begun.wait()
+            await engine.sleep(keeps_requests=True)
+            before = len(told)
+            await engine.wake()
+            return len((await running).token_ids) - before
+    except TimeoutError:
+        raise DeadlineError(f"a completion did not go on within {KEPT_S:g} s of a sleep that keeps requests") from None
+    finally:
+        running.cancel()
+
+
 def _free_gib() -> float:
     import torch
 
@@ -104,16 +145,16 @@ def _free_gib() -> float:
 
 def judge_engine(found: dict[str, Any]) -> CheckResult:
     """Judge an engine that started and answered."""
-    difference = found["log_prob_difference"]
+    difference, most = found["log_prob_difference"], found.get("most", MAX_LOG_PROB_DIFFERENCE)
     figure = (
         f"up in {found['start_s']:.0f} s, {found['tokens_per_s']:.0f} tokens/s, log-probs differ by {difference:.2g}"
     )
     if "freed_gib" in found:
         figure += f"; asleep in {found['sleep_s']:.1f} s, awake in {found['wake_s']:.1f} s"
         figure += f", {found['freed_gib']:.1f} GiB given back"
-    if not difference <= MAX_LOG_PROB_DIFFERENCE:
+    if not difference <= most:
         cure = "use the same dtype for learner and engine; if they still differ, report the problem with this file"
-        return judged(figure, f"more than {MAX_LOG_PROB_DIFFERENCE} from the learner's", cure, **found)
+        return judged(figure, f"more than {most} from the learner's", cure, **found)
     if found.get("freed_gib", 1.0) <= 0:
         return judged(figure, "sleep freed no memory", "use cluster.placement=split, and report the problem", **found)
     return judged(figure, **found)

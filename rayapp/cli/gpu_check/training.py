@@ -38,6 +38,15 @@ def train_adapters(context: CheckContext) -> CheckResult:
     return _train(context, "colocated", "object_store", {"learner": {"lora": {"rank": 8, "alpha": 16}}})
 
 
+def train_partial(context: CheckContext) -> CheckResult:
+    """Train colocated with partial rollouts: servers sleep with requests in flight, which go on after the sync."""
+    kept: dict[str, dict[str, Any]] = {
+        "train": {"max_staleness": 1, "partial_rollouts": True},
+        "algorithm": {"rollout_correction": {"level": "token"}},
+    }
+    return _train(context, "colocated", "ipc" if context.on_gpu else "object_store", kept)
+
+
 def train_async(context: CheckContext) -> CheckResult:
     """Train asynchronously: servers sample ahead while learners train, and new weights reach requests in flight."""
     sampling: dict[str, dict[str, Any]] = {

@@ -19,25 +19,27 @@ _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
-"""GPUs of the servers alone, in verl's one_step_off_policy."""
+"""Keys with the number of the servers' GPUs in verl's one_step_off_policy."""
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip
-"""verl's names of KL estimators, and ours."""
+"""verl's name of a KL estimator -> rayapp's name."""
 ROUNDINGS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
 STEPS = "trainer.total_training_steps"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
 def advantage(key: str, value: Any, values: Values) -> Landing:
-    """Map the estimator, whose names are verl's; verl's default needs a critic."""
+    """Map the advantage estimator. rayapp uses verl's names; verl's default needs a critic and is refused."""
     if value == "gae":
-        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
+        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which rayapp doesn't train. Set {key}=grpo.")
     return Landing(settings={"algorithm.adv_estimator": value})
 
 
 def group_size(key: str, value: Any, values: Values) -> Landing:
-    """Trajectories per prompt. verl samples the greedy baseline of remax beside them; here it is one of the group."""
+    """Map the trajectories per prompt. For remax verl samples a greedy baseline in addition; rayapp counts it in the
+    group.
+    """
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
@@ -45,15 +47,19 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     if size > 1 or estimator in NEEDS_NO_GROUP or not takes_rewards:
         return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
     if estimator in NEEDS_GROUP:
-        raise ConfigError(f"{key} = {value} can't be imported: {estimator} compares at least 2. Set {key}=8.")
+        raise ConfigError(
+            f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, and needs at least "
+            f"2. Set {key}=8."
+        )
     return Landing(
         settings={"rollout.group_size": size},
-        note=f"warning: {estimator} has nothing to compare, so rewards are the advantages, as in verl; set {key}=8",
+        note=f"warning: {estimator} has no other trajectory to compare with, so rewards are the advantages, as in "
+        f"verl; set {key}=8",
     )
 
 
 def sequence_parallel(key: str, value: Any, values: Values) -> Landing:
-    """Map the learners of a micro-batch; verl's older key wins if it is above 1."""
+    """Map the number of learners that share a micro-batch; verl's older key is used if it is above 1."""
     return Landing(settings={"learner.sequence_parallel": _sequence_parallel(values)})
 
 
@@ -64,30 +70,31 @@ def _sequence_parallel(values: Values) -> int:
 
 
 def determinism(key: str, value: Any, values: Values) -> Landing:
-    """Map bit-by-bit repetition."""
-    return Landing(settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU repeat anyway")
+    """Map verl's switch for bitwise reproducible runs."""
+    return Landing(
+        settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU are always reproducible"
+    )
 
 
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
-    """Map an argument of vLLM to our key for it, or to server.engine_args.
-
+    """Map an argument of vLLM to rayapp's key for it, or to server.engine_args.
     Raises:
-        ConfigError: a run can't have this argument, or it has no single key here.
+        ConfigError: a run can't have this argument, or other keys determine it.
     """
     name, _, rest = key.partition(".engine_kwargs.vllm.")[2].partition(".")
     own = HAS_KEY.get(name, f"server.engine_args.{name}")
     if value in (None, {}):
-        return Landing(note="vLLM's own default is taken")
+        return Landing(note="vLLM's default is used")
     if name in REFUSED or not re.fullmatch(r"server\.[a-z_.]+", own):
-        why = REFUSED.get(name, f"it follows from {own} here")
+        why = REFUSED.get(name, f"rayapp sets it from {own}")
         raise ConfigError(f"{key} = {value!r} can't be imported: {why}. Leave it out.")
     if name == "quantization":
         return quantization(key, value, values)
-    return Landing(settings={f"{own}.{rest}" if rest else own: value}, note="goes to vLLM as it is")
+    return Landing(settings={f"{own}.{rest}" if rest else own: value}, note="passed to vLLM unchanged")
 
 
 def quantization(key: str, value: Any, values: Values) -> Landing:
-    """Map the servers' rounding; verl's fp8 has a scale for each block of 128 x 128."""
+    """Map the quantization of the servers' weights; verl's fp8 has a scale for each block of 128 x 128."""
     names: dict[Any, str] = {None: "none", "fp8": "fp8_per_block"} | {name: name for name in ROUNDINGS}
     if value not in names:
         raise ConfigError(f"{key} = {value!r} can't be imported: use {', '.join(ROUNDINGS)}, or leave it out.")
@@ -95,16 +102,19 @@ def quantization(key: str, value: Any, values: Values) -> Landing:
 
 
 def minibatches(key: str, value: Any, values: Values) -> Landing:
-    """Map mini-batches: verl sets prompts per mini-batch; we set mini-batches per batch."""
+    """Map mini-batches: verl sets the prompts of a mini-batch; rayapp sets the number of mini-batches in a step."""
     batch = int(values[_BATCH])
     if batch % min(int(value), batch):
-        raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
+        raise ConfigError(
+            f"{key} = {value} does not divide {_BATCH} = {batch}: a mini-batch must consist of whole groups"
+        )
     return Landing(settings={"train.num_minibatches": batch // min(int(value), batch)}, note=f"{batch} / {value}")
 
 
 def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
-    """Map micro-batches: verl sets sequences per micro-batch; we set tokens, enough for as many of the longest
-    sequences."""
+    """Map micro-batches: verl sets sequences per micro-batch; rayapp sets tokens, enough for that many of the longest
+    sequences.
+    """
     both = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
     longest = -(-both // _sequence_parallel(values))
     older = values.get("actor_rollout_ref.actor.ppo_micro_batch_size")
@@ -124,9 +134,8 @@ def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Map GPUs: servers and learners take turns on the same ones, as in verl, unless rollouts have some of their own.
-
-    A reward model gets further ones.
+    """Map GPUs: servers and learners take turns on the same GPUs, as in verl, unless rollouts have separate GPUs. A
+    reward model gets further GPUs.
     """
     learners, tp = num_gpus(values), int(values[_TP])
     is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
@@ -146,14 +155,14 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
     }
     shared = "beside" if is_split else "on the GPUs of"
     note = f"{served // tp} servers x TP {tp} {shared} {learners} learners"
-    return Landing(settings=settings, note=note + (f", and {judges} GPUs more for the reward model" if judges else ""))
+    return Landing(settings=settings, note=note + (f", and {judges} more GPUs for the reward model" if judges else ""))
 
 
 def rollout_gpus(key: str, value: Any, values: Values) -> Landing:
     """Map one_step_off_policy: the batch of the next step is sampled while the learners train."""
     if not all(values.get(name) for name in _ROLLOUT_GPUS):
         raise ConfigError(f"{key} = {value!r} can't be imported without {' and '.join(_ROLLOUT_GPUS)}: give both")
-    return Landing(settings={"train.max_staleness": 1}, note="servers have GPUs of their own, one step ahead")
+    return Landing(settings={"train.max_staleness": 1}, note="servers have separate GPUs, and sample one step ahead")
 
 
 def workers(key: str, value: Any, values: Values) -> Landing:
@@ -183,14 +192,17 @@ def num_steps(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={"train.num_steps": int(value)})
     epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
     if not values.get("data.train_files"):
-        return Landing(note="epochs of data.train_files, which are not set")
+        return Landing(note="counts epochs of data.train_files, but they are not set")
     files = [str(file) for file in as_list(values["data.train_files"])]
     if absent := [file for file in files if not Path(file).is_file()]:
-        return Landing(note=f"{epochs} epochs can't be counted, as {absent[0]} is not here; {STEPS} says how many")
+        return Landing(
+            note=f"steps of {epochs} epochs can't be computed, because the file {absent[0]} is not on this machine; "
+            f"set {STEPS}",
+        )
     rows = sum(map(_num_rows, files))
     if rows < batch:
         raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
-    note = f"{epochs} epochs x {rows} rows / {batch}; rows that are filtered for their length are counted"
+    note = f"{epochs} epochs x {rows} rows / {batch}; the rows include those that are filtered for their length"
     return Landing(settings={"train.num_steps": epochs * (rows // batch)}, note=note)
 
 
@@ -201,12 +213,11 @@ def _num_rows(file: str) -> int:
     try:
         return int(pq.read_metadata(file).num_rows)
     except pa.ArrowException as error:
-        raise ConfigError(f"data.train_files: {file} is no parquet file: {error}") from error
+        raise ConfigError(f"data.train_files: {file} is not a parquet file: {error}") from error
 
 
 def warmup(key: str, value: Any, values: Values) -> Landing:
-    """Map warm-up steps, or their share of all steps; we count optimizer steps, of which a training step has
-    several."""
+    """Map warm-up steps, or their share of all steps. rayapp counts optimizer steps, several in a training step."""
     optim = "actor_rollout_ref.actor.optim"
     steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
     ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
@@ -222,14 +233,16 @@ def warmup(key: str, value: Any, values: Values) -> Landing:
 
 
 def clip_ratio(key: str, value: Any, values: Values) -> Landing:
-    """Map one side of the clip range; without its own value it is clip_ratio."""
+    """Map one side of the clip range; clip_ratio is the default of both sides."""
     side = value if value is not None else values["actor_rollout_ref.actor.clip_ratio"]
     note = "" if value is not None else "from clip_ratio"
     return Landing(settings={f"algorithm.{key.rpartition('.')[2]}": float(side)}, note=note)
 
 
 def correction_threshold(key: str, value: Any, values: Values) -> Landing:
-    """Take the upper bound of the weights, or `lower_upper`, outside of which verl sets them to 0 (IcePop)."""
+    """Map the bound of importance weights: an upper bound, or `lower_upper`, outside of which verl sets weights to 0
+    (IcePop).
+    """
     if value is None:
         return Landing(note="our default stays")
     lower, _, upper = str(value).rpartition("_")
@@ -240,24 +253,23 @@ def correction_threshold(key: str, value: Any, values: Values) -> Landing:
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:
-    """Map a coefficient that verl reads only with use_kl_loss."""
+    """Map the KL coefficient, which verl reads only with use_kl_loss."""
     used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
     coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
     return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
 
 
 def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
-    """Return the settings of the KL that is taken from the reward of each token: all of its keys, with verl's defaults.
-
-    The "+" of verl's estimators changes only the gradient of a loss.
+    """Map all keys of the KL that is subtracted from the reward of each token, with verl's defaults.
+    The "+" of verl's estimators has no effect here, because it changes only the gradient of a loss.
     """
     if not value:
-        return Landing(note="no KL is taken from rewards")
+        return Landing(note="no KL is subtracted from rewards")
     kind, control = values.get("algorithm.kl_penalty", "kl"), values.get(f"{_KL_CTRL}.type", "fixed")
     estimator = KL_ESTIMATORS.get(str(kind).removesuffix("+"))
     if estimator is None:
         known = ", ".join(KL_ESTIMATORS)
-        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; known here are: {known}")
+        raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; rayapp has {known}")
     settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator, "control": control}
     if control == "adaptive":
         settings["target_kl"] = float(values.get(f"{_KL_CTRL}.target_kl", 0.1))
@@ -266,27 +278,32 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def bypass_mode(key: str, value: Any, values: Values) -> Landing:
-    """Return the loss that takes the engine's log-probs as the old ones; verl's trainer sets it over any loss_mode."""
+    """Map bypass_mode, the loss with the engine's log-probs as old log-probs; verl's trainer uses it whatever loss_mode
+    is.
+    """
     if not value:
-        return Landing(note="old log-probs are the learner's")
+        return Landing(note="the learner computes old log-probs")
     options = {name: values.get(f"{_CORRECTION}.{name}") for name in LOSS_OPTIONS["bypass_mode"]}
     settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
     return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
 
 
 def policy_loss(key: str, value: Any, values: Values) -> Landing:
-    """Return the loss; with rollout_correction.bypass_mode that one counts."""
+    """Map the policy loss; rollout_correction.bypass_mode takes precedence over it."""
     if values.get(f"{_CORRECTION}.bypass_mode"):
         return Landing(note="rollout_correction.bypass_mode counts")
     return Landing(settings={"algorithm.policy_loss": value})
 
 
 def rejection(key: str, value: Any, values: Values) -> Landing:
-    """Return nothing: criteria of rejection go with bypass_mode, and are refused without it."""
+    """Accept rejection criteria without a setting if bypass_mode is on, because its rule maps them; refuse them
+    otherwise.
+    """
     if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: trajectories are weighed (rollout_is), and rejected only with "
-            f"{_CORRECTION}.bypass_mode=True. Set that, or leave {key} out."
+            f"{key} = {value!r} can't be imported: rayapp rejects trajectories only with "
+            f"{_CORRECTION}.bypass_mode=True, and otherwise weights them (rollout_is). Set bypass_mode, or leave {key} "
+            "out."
         )
     return Landing(note="goes with bypass_mode" if value is not None else "nothing is rejected")
 
@@ -301,12 +318,12 @@ def replicas(key: str, value: Any, values: Values) -> Landing:
 
 
 def eval_temperature(key: str, value: Any, values: Values) -> Landing:
-    """Take the temperature of evaluations; verl's agent loops don't read do_sample."""
+    """Map the temperature of evaluations; verl's agent loops don't read do_sample."""
     return Landing(settings={"eval.temperature": float(value)}, note="" if float(value) else "greedy")
 
 
 def before_training(key: str, value: Any, values: Values) -> Landing:
-    """Map evaluation before training: on by default in verl, which has validation files by default too."""
+    """Map evaluation before training, which is on by default in verl, as are validation files."""
     has_files = bool(values.get("data.val_files"))
     note = "" if has_files else "no data.val_files"
     return Landing(settings={"eval.before_training": bool(value) and has_files}, note=note)
@@ -336,56 +353,61 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
-    """Map verl's loggers to trackers that exist here; metrics.jsonl is always written."""
-    # Traces have no other destination.
+    """Map verl's loggers to rayapp's trackers, as far as they exist; metrics.jsonl is always written."""
+    # Traces can go only to MLflow.
     traces = ["mlflow"] if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow" else []
     return tracked(*as_list(value), *traces)
 
 
 def tracked(*names: str) -> Landing:
-    """Return the trackers of these names, and metrics.jsonl; names that don't exist here are in the note."""
+    """Return the trackers of these names, and metrics.jsonl; the note lists names without a tracker in rayapp."""
     from rayapp.config.sections import TRACKERS
 
     kept = [name for name in names if name in TRACKERS]
     missing = [name for name in names if name not in TRACKERS]
-    note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
+    note = f"rayapp has no {', '.join(missing)}; the same metrics are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
 
 
 def run_name(key: str, value: Any, values: Values) -> Landing:
-    """Map the run's name, which is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    """Map the run's name to a valid folder name: at most 63 letters, digits, `.`, `_` or `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
 
 def output_dir(key: str, value: Any, values: Values) -> Landing:
-    """Map the output folder: runs of a project are in the same folder."""
+    """Map the project to the output folder: all runs of a project are in it."""
     return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
 
 
 def contents(key: str, value: Any, values: Values) -> Landing:
-    """Map the contents of checkpoints: `extra` (generators, the loader's position) follows from seed and step here, so
-    it is not saved."""
+    """Map the contents of checkpoints: `extra` (random generators, the loader's position) is not saved, because rayapp
+    computes it from seed and step.
+    """
     kept = [name for name in as_list(value) if name != "extra"]
     if not kept:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
-    note = "" if {"model", "optimizer"} <= set(kept) else "such a checkpoint can't be resumed from"
+    note = "" if {"model", "optimizer"} <= set(kept) else "a run can't resume from such a checkpoint"
     return Landing(settings={"checkpoint.save_contents": kept}, note=note)
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list: verl accepts one value or several in many places."""
+    """Return the value as a list: many of verl's keys take one value or several."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def data_files(target: str) -> Rule:
-    """Return a rule for data files: verl reads any file as parquet; here the ending says what a file is."""
+    """Return a rule for data files. verl reads every file as parquet; rayapp reads the format that the suffix names."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         files = [str(file) for file in as_list(value)]
         others = [file for file in files if not is_data_file(file)]
         named = [f"{file}.parquet" if file in others else file for file in files]
-        note = f"rename {', '.join(others)}: the name of a parquet file must end in .parquet here" if others else ""
+        note = (
+            f"rename {', '.join(others)}: rayapp reads a file as parquet only if its name ends in .parquet"
+            if others
+            else ""
+        )
         return Landing(settings={target: named}, note=note)
 
     return rule

@@ -1,6 +1,6 @@
 """Makes a `Config` from verl's keys, and a table with the outcome of each key. Called by the CLI.
 
-A verl configuration as flat keys: the YAML file and Hydra's overrides, without verl or Hydra. Reads one file.
+Reads the YAML file and Hydra's overrides into flat keys, without importing verl or Hydra.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
     values = dict(_flat(_load(Path(path)))) if path is not None else {}
     for override in overrides:
         key, value = _parse_override(override)
-        # An override of a whole section replaces the file's keys in it.
+        # An override of a whole section replaces the keys that the file has in that section.
         for below in [name for name in values if name.startswith(f"{key}.")]:
             del values[below]
         values |= dict(_flat({key: value}))
@@ -64,7 +64,7 @@ def _is_script(path: Path) -> bool:
 
 
 def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the file that a script's command names, if any, and its overrides with further ones after them."""
+    """Return the config file of a script's command, if any, and the command's overrides followed by `overrides`."""
     launch = read_script(path, overridden=[override.partition("=")[0].lstrip("+") for override in overrides])
     options: dict[str, str] = {}
     found: list[str] = []
@@ -82,7 +82,7 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
         return None, [*found, *overrides]
     if "megatron" in name:
         raise ConfigError(
-            f"verl script {path}: {name} trains with Megatron, which is not here. Use ppo_trainer (FSDP)."
+            f"verl script {path}: {name} trains with Megatron, which rayapp doesn't have. Use ppo_trainer (FSDP)."
         )
     folders = list(_config_folders(path, options.get("path", "."), launch.module))
     file = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
@@ -95,8 +95,8 @@ def _of_script(path: Path, overrides: Sequence[str]) -> tuple[Path | None, list[
 
 
 def _config_folders(script: Path, given: str, module: str) -> Iterator[Path]:
-    """Yield the folders that --config-path may mean: from here or from a folder above the script, also from the file of
-    the module, as Hydra reads it."""
+    """Yield folders that --config-path may mean: relative to the working folder, to folders above the script, and, as
+    in Hydra, to the module's file."""
     folder = Path(given)
     yield folder
     relative = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -108,7 +108,7 @@ def _config_folders(script: Path, given: str, module: str) -> Iterator[Path]:
 
 
 def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return the values with `${data.max_prompt_length}` and the like filled in, as by Hydra."""
+    """Return the values with interpolations such as `${data.max_prompt_length}` resolved, as Hydra resolves them."""
     if not any(isinstance(value, str) and "${" in value for value in values.values()):
         return values
     from omegaconf import OmegaConf
@@ -128,7 +128,7 @@ def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 def _verls_own() -> dict[str, Any]:
-    """Return verl's own defaults, which a value may name; found without importing verl."""
+    """Return verl's own defaults, which interpolations may refer to, without importing verl."""
     package = importlib.util.find_spec("verl")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -149,7 +149,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"verl config {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"verl config {path} is no YAML: {error}") from error
+        raise ConfigError(f"verl config {path} is not YAML: {error}") from error
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"verl config {path}: sections such as `data:` were expected")
     if data and not isinstance(data.get("defaults") or [], list):
@@ -158,20 +158,22 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _default(path: Path, entry: Any) -> dict[str, Any]:
-    """Return the sections that one entry of a `defaults` list adds; verl's own are known without its files."""
+    """Return the sections that one entry of a `defaults` list adds. verl's own files need not exist: rayapp knows their
+    content.
+    """
     if entry in _BASES or entry is None or (isinstance(entry, dict) and "model_engine" in entry):
         engine = entry.get("model_engine", "dp") if isinstance(entry, dict) else "dp"
         return {} if engine == "dp" else {"model_engine": engine}
     [(name, chosen)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", entry)]
     group, _, package = str(name).removeprefix("optional ").removeprefix("override ").partition("@")
     file = path.parent / group.lstrip("/") / f"{str(chosen).removesuffix('.yaml')}.yaml"
-    # verl's own files, next to its ppo_trainer.yaml, hold the defaults, which are known here.
+    # Skip verl's own files, next to its ppo_trainer.yaml: they hold verl's defaults, which rayapp knows.
     if _is_verls_own(path):
         return {}
     if not file.is_file():
         raise ConfigError(
-            f"verl config {path}: its defaults name {entry!r}, and {file} is not there. Known without a file are "
-            f"{', '.join(_BASES)}; put that file's keys into this one, or give them as overrides."
+            f"verl config {path}: its defaults name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
+            f"need no file. Put the keys of {entry} into this file, or give them as overrides."
         )
     if file.resolve() == path.resolve():
         raise ConfigError(f"verl config {path}: its defaults name itself")
@@ -204,11 +206,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
     try:
         return key, yaml_number(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: its value is no YAML: {error}") from error
+        raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
 
 
 def yaml_number(value: Any) -> Any:
-    """Return `1e-6` as a number: it is one for Hydra, but a text in YAML 1.1, which requires `1.0e-6`."""
+    """Return `1e-6` as a number, as Hydra does; YAML 1.1 reads it as a string, because it requires `1.0e-6`."""
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
@@ -221,18 +223,18 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 OURS = "rayapp."
-"""Prefix of an override of one of our own keys."""
+"""Prefix of an override that sets one of rayapp's keys."""
 COUNTS = (
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.n_gpus_per_node",
     "trainer.nnodes", "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )  # fmt: skip
-"""verl's keys with which the values of others are computed."""
+"""verl's keys from which the values of other keys are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
-    """One row of the table that the user reads."""
+    """One row of the table that the import prints: a key, its value and its outcome."""
 
     key: str
     value: Any
@@ -248,16 +250,16 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A verl configuration as one of ours."""
+    """A verl configuration, translated to rayapp's keys."""
 
     config: Config
     settings: Mapping[str, Any]
-    """Our keys, dotted, that differ from our defaults or that the user named."""
+    """rayapp's dotted keys that differ from their defaults, or that follow from a key set by the user."""
     rows: tuple[KeyRow, ...]
 
     @property
     def uncounted(self) -> str:
-        """Why train.num_steps is our default and not verl's number; empty if it is verl's."""
+        """Reason why train.num_steps is rayapp's default instead of verl's number; empty if it is verl's."""
         counted = "train.num_steps" in self.settings
         return "" if counted else next(row.landing.note for row in self.rows if row.key == STEPS)
 
@@ -272,7 +274,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
 
     Args:
         path: the file that `--config-name` names; None: verl's own ppo_trainer, as in most launch scripts.
-        overrides: as on verl's command line; `rayapp.KEY=VALUE` sets a key of ours, and wins.
+        overrides: as on verl's command line; `rayapp.KEY=VALUE` sets one of rayapp's keys, and takes precedence.
     Raises:
         ConfigError: keys are unknown (the message names all), a value is not supported, or the result contradicts
             itself.
@@ -292,7 +294,7 @@ def import_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> Impor
         except ConfigError as error:
             problems[key] = str(error)
     if engine := [problems[key] for key in ("model_engine", "actor_rollout_ref.actor.strategy") if key in problems]:
-        # Keys of another engine have no meaning here: reporting their problems would not help.
+        # Don't list the keys of another training engine: none of them can be imported.
         raise ConfigError(f"verl keys that can't be imported:\n  {engine[0]}")
     if problems:
         # Several keys of one section may be refused for the same reason.
@@ -307,16 +309,15 @@ def _newer_names(values: Values) -> dict[str, Any]:
 
 
 def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides: Sequence[str] = ()) -> Config:
-    """Load our configuration from imported settings and overrides of ours.
-
+    """Load a configuration from imported settings and overrides of rayapp's keys.
     Raises:
-        ConfigError: values contradict each other; the message names the foreign keys that they come from.
+        ConfigError: values contradict each other; the message names the verl keys that they come from.
     """
     try:
         return load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *overrides])
     except ConfigError as error:
         said = [
-            f"{key} comes of {row.key} = {row.value}"
+            f"{key} comes from {row.key} = {row.value}"
             for row in rows
             for key in row.landing.settings
             if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))
@@ -325,7 +326,7 @@ def load_settings(settings: Mapping[str, Any], rows: Sequence[KeyRow], overrides
 
 
 def _needed(values: Values) -> dict[str, str]:
-    """Return problems of the keys that other keys' rules compute with, by key."""
+    """Return the problems of keys from which other keys' values are computed: key -> message."""
     wrong = {
         key: f"{key} = {values[key]!r} can't be imported: it must be a whole number, at least 1"
         for key in COUNTS
@@ -346,10 +347,9 @@ def _landing(key: str, value: Any, values: Values) -> Landing:
 
 
 def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
-    """Apply a rule to a foreign key.
-
+    """Apply a rule to a verl key.
     Raises:
-        ConfigError: the rule refuses the value, or can't compute with it; the message names the key and the value.
+        ConfigError: the rule refuses the value, or can't use it; the message names the key and the value.
     """
     try:
         return rule(key, value, values)
@@ -370,24 +370,29 @@ def _rule(key: str) -> Rule | None:
 
 
 _MOST_SLIPS = 3
-"""Letters that a misspelt key may have more or less."""
+"""Maximum letters that a misspelt key may have too many or too few."""
 
 
 def _unknown(key: str) -> str:
-    """Return the problem of an unknown key, with a similar key of the same section if there is one."""
+    """Return the error message for an unknown key, with a similar key of the same section if there is one."""
     if "@" in key:
-        return f"{key}: it chooses another file of verl's configuration; give that file's keys one by one"
+        return (
+            f"{key}: it selects another file of verl's configuration, which can't be imported; give that file's keys "
+            "one by one"
+        )
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     near = [each for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
     return f"{key}: " + (
-        f"did you mean {section}.{near[0]}?" if near else "no rule says what it means here; leave it out"
+        f"did you mean {section}.{near[0]}?" if near else "rayapp has no rule for this key; leave it out"
     )
 
 
 def settings_of(rows: Sequence[KeyRow]) -> dict[str, Any]:
-    """All settings; where two keys go to the same place, what the user said wins over verl's default."""
+    """Return all settings. If two verl keys set the same rayapp key, a value from the user takes precedence over a
+    default.
+    """
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}
 

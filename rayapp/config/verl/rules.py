@@ -1,7 +1,6 @@
-"""Rules of the import, and four functions that make nearly all of them. Used by the table in `keys.py`.
-
-A rule takes a key's value and all values, and returns our settings, or why the key has no effect. For an unsupported
-value it raises: nothing that changes the training is dropped silently.
+"""Rules of the import for the table in `keys.py`, and the functions that make most rules.
+A rule takes a key's value and all values, and returns rayapp's settings, or the reason why the key has no effect. For
+an unsupported value it raises: nothing that changes the training is dropped silently.
 
 Rules of the import for whole features: DAPO's groups and lengths, reward managers, traces. Used by
 `keys_without_counterpart.py`.
@@ -17,17 +16,17 @@ from rayapp.config.algorithm import options_of
 from rayapp.core.errors import ConfigError
 
 Values = Mapping[str, Any]
-"""All keys with their values: verl's defaults, overridden by what the user set."""
+"""All of verl's keys with their values: the user's, or verl's defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """The outcome of one key: our settings, and a remark."""
+    """The outcome of one verl key: rayapp's settings, and a note."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys with their values; empty if the key has no effect here."""
+    """rayapp's keys with their values; empty if the verl key has no effect."""
     note: str = ""
-    """Why the key has no effect, or how its meaning differs."""
+    """Reason why the key has no effect, or the difference in meaning."""
 
 
 Rule = Callable[[str, Any, Values], Landing]
@@ -35,7 +34,7 @@ Convert = Callable[[Any], Any]
 
 
 def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Return a rule that passes the value to one of our keys."""
+    """Return a rule that sets one of rayapp's keys to the value."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(settings={target: convert(value)}, note=note)
@@ -44,7 +43,7 @@ def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -
 
 
 def optional(target: str, convert: Convert = lambda value: value) -> Rule:
-    """A rule like `to`, but None keeps our default."""
+    """Return a rule like that of `to`, except that null keeps rayapp's default."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})
@@ -53,7 +52,7 @@ def optional(target: str, convert: Convert = lambda value: value) -> Rule:
 
 
 def no_effect(why: str) -> Rule:
-    """Return a rule for a key that means nothing here, whatever its value."""
+    """Return a rule for a key that has no effect in rayapp, whatever its value."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note=why)
@@ -62,7 +61,7 @@ def no_effect(why: str) -> Rule:
 
 
 def only(*allowed: Any, why: str) -> Rule:
-    """Return a rule that accepts only these values, whose meaning is the same here.
+    """Return a rule that accepts only these values, which mean what rayapp does anyway.
 
     Raises (the rule): ConfigError.
     """
@@ -77,7 +76,7 @@ def only(*allowed: Any, why: str) -> Rule:
 
 
 def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
-    """Return a rule that maps verl's names to ours.
+    """Return a rule that maps verl's names of choices to rayapp's names.
 
     Raises (the rule): ConfigError.
     """
@@ -85,14 +84,14 @@ def choice(target: str, names: Mapping[Any, Any], *, note: str = "") -> Rule:
     def rule(key: str, value: Any, values: Values) -> Landing:
         if value not in names:
             known = ", ".join(str(name) for name in names)
-            raise ConfigError(f"{key} = {value!r} can't be imported; known here are: {known}")
+            raise ConfigError(f"{key} = {value!r} can't be imported; rayapp has {known}")
         return Landing(settings={target: names[value]}, note=note)
 
     return rule
 
 
 def choice_without_effect(names: Mapping[Any, Any], *, note: str) -> Rule:
-    """Return a rule for names of verl that change nothing here; any other value is refused.
+    """Return a rule that accepts these values, which have no effect in rayapp, and refuses all others.
 
     Raises (the rule): ConfigError.
     """
@@ -127,7 +126,7 @@ _MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
-    """Map the replacement of groups with equal rewards: verl limits generated batches, we limit replaced groups."""
+    """Map the replacement of groups with equal rewards: verl limits generated batches, rayapp replaced groups."""
     settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(value)}
     if not value:
         return Landing(settings=settings)
@@ -136,12 +135,12 @@ def filter_groups(key: str, value: Any, values: Values) -> Landing:
     most = int(values.get(f"{_FILTER}.max_num_gen_batches") or 0)
     dropped = (most or _BATCHES_WITHOUT_LIMIT) * generated - batch
     settings["algorithm.dynamic_sampling.max_dropped_per_step"] = max(1, dropped)
-    limit = f"{most} batches" if most > 0 else f"no limit in verl, {_BATCHES_WITHOUT_LIMIT} batches here"
-    return Landing(settings=settings, note=f"{limit}; past it groups are kept, where verl stops")
+    limit = f"{most} batches" if most > 0 else f"verl has no limit; rayapp's limit is {_BATCHES_WITHOUT_LIMIT} batches"
+    return Landing(settings=settings, note=f"{limit}; beyond the limit rayapp keeps groups, whereas verl stops")
 
 
 def filter_metric(key: str, value: Any, values: Values) -> Landing:
-    """Map the reward term that groups are compared by; verl's names of the reward itself are the default."""
+    """Map the reward term by which groups are compared; verl's names for the reward itself select the default."""
     if not values.get(f"{_FILTER}.enable") or value in _REWARD_METRICS:
         return Landing(note="groups are compared by their rewards")
     return Landing(settings={"algorithm.dynamic_sampling.metric": str(value)})
@@ -151,23 +150,23 @@ def template_variable(key: str, value: Any, values: Values) -> Landing:
     """Map one variable of the chat template."""
     name = key.removeprefix("data.apply_chat_template_kwargs.")
     if "." in name or not isinstance(value, bool | int | float | str):
-        raise ConfigError(f"{key} = {value!r} can't be imported: it must be a text, a number, true or false")
+        raise ConfigError(f"{key} = {value!r} can't be imported: it must be a string, a number, true or false")
     return Landing(settings={f"agent.chat_template_kwargs.{name}": value})
 
 
 def reward_manager(key: str, value: Any, values: Values) -> Landing:
-    """Map the reward manager: verl's differ only in how they compute; `dapo` can also penalize long answers, see
-    `reward_kwargs`."""
+    """Map the reward manager. verl's managers give the same rewards, except `dapo`, which can penalize long answers:
+    see `reward_kwargs`."""
     if value not in (None, *_MANAGERS):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported; known here are: {', '.join(_MANAGERS)}. Give a function of your own "
-            "as rayapp.reward.custom."
+            f"{key} = {value!r} can't be imported; known reward managers are {', '.join(_MANAGERS)}. Give your own "
+            "function in rayapp.reward.custom."
         )
-    return Landing(note="rows are scored one by one, by the rule of their data_source")
+    return Landing(note="each row is scored separately, by the rule of its data_source")
 
 
 REWARD_MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
-"""Sections of a reward model, today's and the older one, and the key of its path in it."""
+"""Section of a reward model, in current and older versions of verl -> key of the model's path in that section."""
 _JUDGE = "reward_model"
 """Name of the judge, and of its server."""
 
@@ -179,9 +178,8 @@ def reward_model_gpus(section: str, values: Values) -> int:
 
 
 def reward_model(key: str, value: Any, values: Values) -> Landing:
-    """Map a model that classifies answers: a judge behind a server of the run, whose number is the reward, as in verl.
-
-    A generative reward model is asked by a function of the user, through a router of verl's.
+    """Map a reward model to a judge on a server of the run; its number is the reward, as in verl.
+    Generative reward models are refused: the user's reward function would call them through verl's router.
     """
     section = key.rpartition(".")[0]
     if not value:
@@ -189,8 +187,8 @@ def reward_model(key: str, value: Any, values: Values) -> Landing:
     path_key = f"{section}.{REWARD_MODELS[section]}"
     if any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: your custom_reward_function asks the model through verl's router. "
-            f"Ask a server of yours there and set {key}=False, or make the model a judge (docs/judges.md)."
+            f"{key} = {value!r} can't be imported: your custom_reward_function calls the model through verl's router. "
+            f"Call a server of your own instead and set {key}=False, or make the model a judge (docs/judges.md)."
         )
     if not values.get(path_key):
         raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set it.")
@@ -205,29 +203,29 @@ def reward_model(key: str, value: Any, values: Values) -> Landing:
     }
     judge = {"name": _JUDGE, "kind": "reward_model", "base_url": f"run://{_JUDGE}", "model": _JUDGE}
     settings = {"model_servers": [server], "judges": [judge], "reward.judges": {_JUDGE: 1.0}}
-    note = "one vLLM server of the run on GPUs of its own; its number is the reward"
+    note = "a vLLM server of the run on separate GPUs; its output is the reward"
     return Landing(settings=settings | {"reward.verdict_weight": 0.0}, note=note)
 
 
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
-    """Map `overlong_buffer_cfg` of the manager `dapo`, wherever this version of verl keeps it."""
+    """Map `overlong_buffer_cfg` of the reward manager `dapo`, from the section of any version of verl."""
     section, _, name = key.rpartition(".")
     if not section.endswith(("overlong_buffer_cfg", "overlong_buffer")):
         if name == "max_resp_len":
             return same_as("data.max_response_length")(key, value, values)
-        raise ConfigError(f"{key} = {value!r} can't be imported: no reward here takes it")
+        raise ConfigError(f"{key} = {value!r} can't be imported: rayapp's rewards have no such argument")
     is_on = bool(values.get(f"{section}.enable"))
     if name == "len":
         return Landing(settings={"algorithm.overlong.buffer_tokens": int(value) if is_on else 0})
     if name == "penalty_factor" and is_on:
         return Landing(settings={"algorithm.overlong.penalty": float(value)})
     if name not in ("enable", "log", "penalty_factor"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: known here are enable, len, penalty_factor and log")
+        raise ConfigError(f"{key} = {value!r} can't be imported: it may have only enable, len, penalty_factor and log")
     return Landing(note="goes with overlong_buffer.len")
 
 
 def loss_option(key: str, value: Any, values: Values) -> Landing:
-    """Map an option of a policy loss; kept if the configured loss reads it."""
+    """Map an option of a policy loss, if the configured loss reads it."""
     name = key.rpartition(".")[2]
     mode = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
     if values.get("algorithm.rollout_correction.bypass_mode"):
@@ -238,7 +236,7 @@ def loss_option(key: str, value: Any, values: Values) -> Landing:
 
 
 def trace(key: str, value: Any, values: Values) -> Landing:
-    """Map MLflow traces: verl counts prompts of each worker, we trace a share of all trajectories."""
+    """Map MLflow traces: verl sets the traced prompts of each worker, rayapp a share of all trajectories."""
     if value is None:
         return Landing(settings={"tracking.trace_ratio": 0.0})
     if value != "mlflow":
@@ -257,7 +255,7 @@ def trace(key: str, value: Any, values: Values) -> Landing:
 
 
 def same_as(other: str) -> Rule:
-    """Return a rule for a key whose value verl copies from another one.
+    """Return a rule for a key that must have the same value as another key, from which verl copies it.
 
     Raises (the rule): ConfigError.
     """

@@ -1,8 +1,8 @@
 """Read the verl command of a launch script without running the script. Called by `importing.py`.
 
 It knows a small part of bash: variables, arrays, quotes, `${NAME:-default}`, `$((1024 * 8))`, simple tests, and the
-programs `date`, `pwd`, `echo`, `tr`, `basename`, `dirname` and `readlink`. It looks whether files are there where the
-script does. An error names the values that it can't compute.
+programs `date`, `pwd`, `echo`, `tr`, `basename`, `dirname` and `readlink`. Tests for files look at this machine's
+files. An error names the values that can't be computed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from rayapp.core.errors import ConfigError
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo", "main_entropy")
 """Last part of the names of modules that train with GRPO or a similar algorithm."""
 _LABELS = ("experiment_name", "project_name", "default_local_dir", "rollout_data_dir", "validation_data_dir")
-"""Keys of `trainer` that only name a run or its folders: of them and of Hydra's own, parts that can't be computed are
+"""Keys of `trainer` that only name a run or its folders. Parts of these and of Hydra's keys that can't be computed are
 left out."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Enclose the text of an expansion that can't be computed."""
+"""Marks around the text of an expansion that can't be computed."""
 _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?])(\[[^\]]*\])?(.*)", re.DOTALL)
 _SEPARATORS = ("&&", "||", ";;", ";", "&", "|", "\n", "(", ")")
 _FALSE_HERE = ("python3 -c import torch_npu", "python -c import torch_npu", "command -v npu-smi", "npu-smi info")
-"""Commands with which scripts look for NPUs, which runs here don't use."""
+"""Commands by which scripts detect NPUs; taken as failed, because rayapp doesn't use NPUs."""
 _TESTS = ("[", "[[", "test", "true", "false", ":")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One command that trains with verl."""
+    """One command of a script that starts verl's training."""
 
     module: str
     """Module that `python -m` names."""
@@ -52,7 +52,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
 
     Args:
         path: the shell script.
-        environment: variables that the script finds; None takes those of this process.
+        environment: environment variables of the script; None takes those of this process.
         overridden: keys whose values in the script don't matter.
     Raises:
         ConfigError: the script can't be read, has no such command or several, or the command uses values that can't
@@ -66,12 +66,14 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     try:
         shell.run(list(_commands(text)))
     except (IndexError, RecursionError, re.error) as error:
-        raise ConfigError(f"verl script {path}: not a shell script that can be read: {error}") from error
+        raise ConfigError(f"verl script {path}: it can't be read as a shell script: {error}") from error
     launches = list(dict.fromkeys(map(_launch, shell.launches)))
     launches = [launch for launch in launches if _trains(launch)] or launches
     if len(launches) != 1:
-        found = f"{len(launches)} commands start a trainer" if launches else "no `python -m verl...` command is in it"
-        raise ConfigError(f"verl script {path}: {found}. Give the overrides of one command alone: --verl KEY=VALUE ...")
+        found = f"{len(launches)} commands start a trainer" if launches else "it has no `python -m verl...` command"
+        raise ConfigError(
+            f"verl script {path}: {found}. Give the overrides of one command without the script: --verl KEY=VALUE ..."
+        )
     _check_known(path, launches[0], overridden)
     return launches[0]
 
@@ -106,8 +108,8 @@ def _check_known(path: Path, launch: Launch, overridden: Collection[str]) -> Non
     ]
     if unknown:
         raise ConfigError(
-            f"verl script {path} uses values that can't be computed here; export the variables, or give these keys as "
-            "overrides after the script:\n  " + "\n  ".join(dict.fromkeys(unknown))
+            f"verl script {path} uses values that can't be computed without running it. Export the "
+            "variables, or give these keys as overrides after the script:\n  " + "\n  ".join(dict.fromkeys(unknown))
         )
 
 
@@ -213,14 +215,14 @@ class _Block:
     runs: bool | None
     """True: its commands run. False: they don't. None: unknown."""
     was_true: bool | None = False
-    """Whether an earlier branch ran."""
+    """True if an earlier branch ran; None if unknown."""
     subject: str = ""
     is_pattern: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class _Shell:
-    """Variables of a script, and the trainer commands that it reaches."""
+    """A small interpreter of bash: the variables of a script, and the trainer commands that it reaches."""
 
     path: Path
     variables: dict[str, Any]
@@ -229,7 +231,7 @@ class _Shell:
     status: bool | None = True
 
     def run(self, commands: list[_Command]) -> None:
-        """Go through all commands in order."""
+        """Interpret all commands in order."""
         for number, command in enumerate(commands):
             words = list(command.words)
             if self._in_case(words):
@@ -309,7 +311,7 @@ class _Shell:
         words.clear()
 
     def _condition(self, words: list[str]) -> None:
-        """Run the command that a branch depends on; the outcome of a program is unknown."""
+        """Evaluate the condition of a branch; if it is a program, the result is unknown."""
         runs, program = self._runs(), words[1:] if words[:1] == ["!"] else words
         self._simple(words[len(words) - len(program) :], runs)
         if program and program[0] not in _TESTS:
@@ -343,7 +345,7 @@ class _Shell:
             before = self.variables.get(name, [] if isinstance(value, list) else "")
             value = [*_listed(before), *_listed(value)] if isinstance(before, list) else f"{before}{value}"
         if runs is None and value != self.variables.get(name):
-            value = f"{_OPEN}{name} is set only under a condition that is not known here{_CLOSE}"
+            value = f"{_OPEN}{name} is set under a condition that can't be computed{_CLOSE}"
         self.variables[name] = value
 
     def _command(self, words: list[str]) -> None:
@@ -365,7 +367,7 @@ class _Shell:
         return found if found is None else found != negated
 
     def text(self, raw: str) -> str:
-        """Return an expanded word as one text."""
+        """Return an expanded word as one string."""
         return " ".join(self.fields(f'"{raw}"' if raw.startswith("$") else raw))
 
     def fields(self, raw: str) -> list[str]:
@@ -491,7 +493,7 @@ def _defaulted(name: str, value: Any, operation: str, word: str, shell: _Shell) 
 
 
 def _unquoted(word: str, shell: _Shell) -> str:
-    """Expand a default, in which spaces stay and quotes go."""
+    """Expand a default: keep spaces and remove quotes."""
     return " ".join(part for piece in _commands(word) for raw in piece.words for part in shell.fields(raw)) or ""
 
 
@@ -516,11 +518,11 @@ _CASES = {
     ("[:upper:]", "[:lower:]"): "lower", ("A-Z", "a-z"): "lower", ("[A-Z]", "[a-z]"): "lower",
     ("[:lower:]", "[:upper:]"): "upper", ("a-z", "A-Z"): "upper", ("[a-z]", "[A-Z]"): "upper",
 }  # fmt: skip
-"""Arguments of `tr` that change only the case, and the method of a text that does."""
+"""Arguments of `tr` that change only the case -> the method of `str` that does the same."""
 
 
 def _captured(text: str, shell: _Shell) -> str:
-    """Return the output of `$(...)` for the few programs that have no effect."""
+    """Return the output of `$(...)` for the few known programs without side effects."""
     folder, is_true, printed = Path.cwd(), True, []
     for command in _commands(text):
         words = [part for word in command.words for part in shell.fields(word) if part != "--"]
@@ -550,7 +552,7 @@ def _captured(text: str, shell: _Shell) -> str:
                 break
     else:
         return "\n".join(printed)
-    return f"{_OPEN}$({' '.join(text.split())}) is a program, and a script is never run here{_CLOSE}"
+    return f"{_OPEN}$({' '.join(text.split())}) would run a program, and rayapp never runs a script{_CLOSE}"
 
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {

@@ -88,7 +88,7 @@ def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSe
 
 
 class KlPenalty(NamedTuple):
-    """The KL to the reference, taken from the rewards of a step."""
+    """The KL to the reference that is subtracted from the rewards of a step."""
 
     rewards: Tensor
     """(B, T) reward that each token loses."""
@@ -121,7 +121,7 @@ def check_estimator(name: str) -> None:
             f"algorithm.adv_estimator {name!r} needs a critic, which rayapp doesn't have. Use one of {_names()}."
         )
     if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
-        raise ConfigError(f"algorithm.adv_estimator {name!r} is none of verl 0.9.1's: use one of {_names()}.")
+        raise ConfigError(f"algorithm.adv_estimator {name!r} is not an estimator of verl 0.9.1. Use one of {_names()}.")
 
 
 def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayapp.config.config import Config, with_values
-from rayapp.learner.memory.plan import GpuPlan, plan_gpu
+from rayapp.learner.memory.plan import longest_part, plan_gpu, with_token_budget
 from rayapp.learner.memory.shape import Gpu, ModelShape
 
 MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
 LARGEST_SHARE = 0.95
 """Largest share of a GPU to give to vLLM: other programs and fragmentation take the rest."""
+AUTO_MARGIN = 0.03
+"""Share of a GPU that `server.gpu_memory_utilization: auto` leaves free of the largest share that the plan finds."""
 SMALL_CHUNK = 256
 """Minimum number of rows of logits at once: with fewer rows, matrix products are slow."""
 
@@ -31,14 +33,25 @@ def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * MICRO_BATCH_STEP) else (low, middle - 1)
     found = low * MICRO_BATCH_STEP
-    return found if found >= config.max_learner_tokens else 0
+    return found if found >= longest_part(config) else 0
 
 
 def largest_server_share(shape: ModelShape, config: Config, gpu: Gpu) -> float:
     """Return the largest `server.gpu_memory_utilization` with which a server fits, in whole hundredths."""
-    plan: GpuPlan = plan_gpu(shape, config, gpu)
-    free = (gpu.room - plan.beside_server) / gpu.room
+    config = with_token_budget(shape, config, gpu.room)
+    if config.server.gpu_memory_utilization == "auto":
+        config = with_values(config, server={"gpu_memory_utilization": 0.5})  # what is beside it does not depend on it
+    free = (gpu.room - plan_gpu(shape, config, gpu).beside_server) / gpu.room
     return max(0.05, min(LARGEST_SHARE, int(free * 100) / 100))
+
+
+def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    """Replace `learner.max_tokens_per_microbatch: auto` and `server.gpu_memory_utilization: auto` by numbers."""
+    config = with_token_budget(shape, config, gpu.room)
+    if config.server.gpu_memory_utilization != "auto":
+        return config
+    share = round(largest_server_share(shape, config, gpu) - AUTO_MARGIN, 2)
+    return with_values(config, server={"gpu_memory_utilization": max(0.05, share)})
 
 
 def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | None:
@@ -69,7 +82,7 @@ def _with_smaller_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> Co
     most = largest_micro_batch(shape, config, gpu)
     if most == 0 or most >= config.learner.token_budget:
         return config
-    return with_values(config, learner={"max_tokens_per_microbatch": max(most, config.max_learner_tokens)})
+    return with_values(config, learner={"max_tokens_per_microbatch": max(most, longest_part(config))})
 
 
 def _with(section: str, **values: Any) -> Change:
@@ -84,12 +97,12 @@ def _small_chunks(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 
 def _smaller_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
     """Give the server at most the share that the learner leaves."""
-    share = min(config.server.gpu_memory_utilization, largest_server_share(shape, config, gpu))
+    share = min(config.server.gpu_share, largest_server_share(shape, config, gpu))
     return with_values(config, server={"gpu_memory_utilization": share})
 
 
 def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    return with_values(config, server={"gpu_memory_utilization": max(0.9, config.server.gpu_memory_utilization)})
+    return with_values(config, server={"gpu_memory_utilization": max(0.9, config.server.gpu_share)})
 
 
 def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:

@@ -178,7 +178,7 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
         server=plan_server(shape, config, gpu.room),
         room=gpu.room,
         is_shared=config.cluster.placement == "colocated",
-        server_share=int(gpu.room * config.server.gpu_memory_utilization),
+        server_share=int(gpu.room * config.server.gpu_share),
         transfer=transfer_bytes(shape, config),
         export=export_bytes(shape, config),
     )
@@ -291,9 +291,15 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
     def having(tokens: int) -> Config:
         return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
-    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_learner_tokens]
+    longest = longest_part(config)
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, having(config.max_learner_tokens))
+    return next(fitting, having(longest))
+
+
+def longest_part(config: Config) -> int:
+    """Return the number of tokens that one learner computes of the longest trajectory."""
+    return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
 def kept_bytes(shape: ModelShape, config: Config) -> int:
@@ -407,7 +413,7 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
     prefill = element * section.gpu_batched_tokens * (4 * shape.hidden + 2 * shape.intermediate // parallel)
     sampling = 3 * FLOAT32 * section.max_num_seqs * shape.vocabulary
     runtime = RUNTIME_BYTES + prefill + sampling
-    kv_cache = int(gpu_bytes * section.gpu_memory_utilization) - weights - runtime
+    kv_cache = int(gpu_bytes * section.gpu_share) - weights - runtime
     # A key and a value of every key head in every layer; heads are divided among the GPUs.
     cached = 1 if section.kv_cache_dtype == "fp8" else element
     per_token = 2 * cached * shape.num_layers * max(1, shape.num_key_heads // parallel) * shape.head_size
@@ -474,7 +480,7 @@ def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> 
     node can have."""
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
-    plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": config.max_learner_tokens}))
+    plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest_part(config)}))
     weights = server_weight_bytes(shape, config)
     sleeps = config.cluster.placement == "colocated"
     parked = plan.resident - plan.runtime if plan.is_parked else plan.host

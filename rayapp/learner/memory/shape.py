@@ -1,7 +1,11 @@
-"""What memory and speed depend on: the shape of a model, read from its config.json without weights, and its GPUs."""
+"""Reads the shape of a model from its config.json, without weights, and holds the figures of GPUs, for `plan` and
+`speed`.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ class Gpu:
     room: int
     """Bytes that a process can use."""
     tflops: float
-    """Dense bfloat16 products with float32 sums."""
+    """Peak TFLOPS of dense bfloat16 products with float32 sums."""
     memory_gb_s: float
     link_gb_s: float
     """Bandwidth to the other GPUs of its node in one direction, in GB/s: NVLink or PCIe."""
@@ -42,22 +46,42 @@ GPUS = {
         Gpu(name="a100", room=79 * GIB, tflops=312, memory_gb_s=2039, link_gb_s=300),
         Gpu(name="l40s", room=44 * GIB, tflops=362, memory_gb_s=864, link_gb_s=32),
         Gpu(name="rtx4090", room=23 * GIB, tflops=165, memory_gb_s=1008, link_gb_s=32),
+        Gpu(name="rtx5090", room=30 * GIB, tflops=209, memory_gb_s=1792, link_gb_s=64),
+        Gpu(name="gb200", room=184 * GIB, tflops=2500, memory_gb_s=8000, link_gb_s=900),
+        Gpu(name="b200", room=178 * GIB, tflops=2250, memory_gb_s=8000, link_gb_s=900),
+        Gpu(name="mi300x", room=190 * GIB, tflops=1307, memory_gb_s=5300, link_gb_s=448),
     )
 }
-"""H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB and RTX 4090 24 GB."""
-NODE_GPUS, NODE_LINK_GB_S = 8, 50.0
-"""Number of GPUs of a node; each GPU's bandwidth to other nodes in GB/s (400 Gbit/s)."""
+"""H200 141 GB, H100 80 GB SXM, A100 80 GB SXM, L40S 48 GB, RTX 4090 24 GB, RTX 5090 32 GB, GB200 186 GB, B200 180 GB
+and MI300X 192 GB. A name that contains another one comes first."""
+FIGURES = {"memory_gib": "room", "memory_gb_s": "memory_gb_s", "tflops": "tflops", "link_gb_s": "link_gb_s"}
+"""Keys of a GPU that is given by its figures, and the fields of `Gpu` that they fill."""
+NODE_GPUS, NODE_LINK_GB_S, PCIE_GB_S = 8, 50.0, 32.0
+"""Number of GPUs of a node; each GPU's bandwidth to other nodes in GB/s (400 Gbit/s), and over PCIe 4."""
 
 
 def gpu_called(name: str) -> Gpu:
-    """Return the kind of GPU of this name.
+    """Return the kind of GPU of this name, or with these figures: `memory_gib=96,memory_gb_s=1790,tflops=250`.
 
     Raises:
-        InputError: the name is unknown.
+        InputError: the name is unknown, or a figure is missing or no number.
     """
-    if name not in GPUS:
-        raise InputError(f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}.")
-    return GPUS[name]
+    plain = re.sub(r"[\s_-]", "", name.lower())
+    if plain in GPUS:
+        return GPUS[plain]
+    figures = dict(part.strip().partition("=")[::2] for part in name.split(","))
+    try:
+        known = {FIGURES[key]: float(value) for key, value in figures.items()}
+        if min(known.values()) <= 0 or max(known.values()) == math.inf:
+            raise ValueError(name)
+        room = int(known.pop("room") * GIB)
+        return Gpu(name="GPU", room=room, **({"link_gb_s": PCIE_GB_S} | known))
+    except (KeyError, ValueError, TypeError):
+        raise InputError(
+            f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}. Or give the figures of another kind, the memory "
+            "that programs can use and dense bfloat16: --gpu memory_gib=94,memory_gb_s=3900,tflops=835,link_gb_s=300 "
+            f"(link_gb_s is {PCIE_GB_S:g} if you omit it)."
+        ) from None
 
 
 def gpu_here() -> Gpu | None:
@@ -72,11 +96,11 @@ def gpu_here() -> Gpu | None:
     plain = found.lower().replace(" ", "")
     for name, gpu in GPUS.items():
         if name in plain:
-            room = torch.cuda.get_device_properties(0).total_memory - GIB  # variants of one name differ in memory
+            room = (
+                torch.cuda.get_device_properties(0).total_memory - GIB
+            )  # GPUs of the same name may have different memory sizes
             return replace(gpu, room=min(gpu.room, room))
-    raise InputError(
-        f"this machine has a {found}, whose figures are unknown: name the nearest kind, --gpu {'|'.join(GPUS)}"
-    )
+    raise InputError(f"this machine's GPU {found} is unknown: choose the most similar kind with --gpu {'|'.join(GPUS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +108,7 @@ class ModelShape:
     """Sizes of a model that its memory and speed depend on."""
 
     num_parameters: int
-    """All parameters, tied ones once."""
+    """Number of all parameters, tied ones counted once."""
     num_layer_parameters: int
     """Parameters of the largest decoder layer."""
     num_layers: int

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,16 @@ from rayapp.core.machine import available_memory
 from rayapp.learner.batch import empty_micro_batch
 from rayapp.learner.distributed import Ranks, local_part
 from rayapp.learner.log_probs import HeadOptions
-from rayapp.learner.memory.plan import ADAM, frozen_shapes, gathered_bytes, head_bytes, head_bytes_per_token
-from rayapp.learner.memory.shape import model_shape
+from rayapp.learner.memory.plan import (
+    ADAM,
+    frozen_shapes,
+    gathered_bytes,
+    head_bytes,
+    head_bytes_per_token,
+    longest_part,
+    plan_learner,
+)
+from rayapp.learner.memory.shape import GIB, model_shape
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
 
 
@@ -62,7 +71,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a tensor subclass: called again for each tensor inside it
+            return NotImplemented  # for a tensor subclass: torch calls this again for each tensor inside it
         result = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
         self.marks.append(self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -157,7 +166,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     Raises:
         LearnerError: the longest trajectory does not fit.
     """
-    longest, need = -(-config.max_learner_tokens // ranks.num_parts), measure_need(config, ranks, model)
+    longest, need = longest_part(config), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
@@ -184,7 +193,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         LearnerError: the runs can't be compared.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
-    # Uncompiled: the meter counts operators, and compiled ones take less.
+    # Run uncompiled, because the meter counts operators; compiled ones need less memory.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # warm up: libraries allocate their workspaces
@@ -238,3 +247,41 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
     else:
         free = available_memory() // ranks.world_size
     return int(ROOM_SHARE[ranks.device.type] * (free - ADAM * trained))
+
+
+PLAN_TOLERANCE = 1.1
+"""Measured over planned bytes of the first step from which the difference is a warning."""
+
+
+@contextmanager
+def beside_plan(config: Config, device: torch.device, metrics: dict[str, float]) -> Iterator[None]:
+    """Context manager for the first step: afterwards add its peak of GPU memory, and the plan's, to `metrics`, and log
+    both. Does nothing on CPU, where torch counts no memory."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    yield
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    plan = plan_learner(model_shape(config), config)
+    measured, planned = torch.cuda.max_memory_allocated(device), plan.total - plan.runtime
+    metrics |= compare_with_plan(measured, planned, left=total - outside - measured, tokens=config.learner.token_budget)
+
+
+def compare_with_plan(measured: int, planned: int, *, left: int, tokens: int) -> dict[str, float]:
+    """Log the bytes that the first step took beside those planned, and warn if it took more. Returns GiB as metrics.
+
+    Args:
+        left: bytes of the GPU that neither this step nor another process took.
+        tokens: `learner.max_tokens_per_microbatch`.
+    """
+    gib = {"measured": measured / GIB, "planned": planned / GIB, "left": left / GIB}
+    figures = "the first step took {measured:.2f} GiB of GPU memory, planned were {planned:.2f}, {left:.2f} were left"
+    log.info(figures.format(**gib))
+    if measured > PLAN_TOLERANCE * planned:
+        log.warning(
+            "%s. Later steps with longer micro-batches may run out of memory: set learner.max_tokens_per_microbatch, "
+            "now %d, to %d, and report both figures.", figures.format(**gib), tokens, max(16, tokens // 2)
+        )  # fmt: skip
+    return {f"memory/first_step_{name}_gib": value for name, value in gib.items()}

@@ -43,7 +43,7 @@ async def open_loop(
     made: Sequence[Tool] = (),
     reader: ToolCallParser | None = None,
 ) -> AgentLoop:
-    """Return the agent loop for the settings of section `agent`, with this source of sandboxes.
+    """Return the agent loop for the settings of section `agent`. Its tools get sandboxes from `sandboxes`.
 
     Args:
         brought, made: tools besides those in the tool file; see `open_tools`.
@@ -113,7 +113,7 @@ async def open_agent_loop(
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
-    """Check that the template lists tools, with one example tool: the real tools may need a service.
+    """Check with one example tool that the template lists tools. The real tools may need a service.
 
     Raises:
         ConfigError: the template ignores tools.

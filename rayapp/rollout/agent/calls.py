@@ -87,7 +87,7 @@ def _usable(output: ToolOutput) -> ToolOutput:
     if not isinstance(output.answer, str | None):
         raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
     if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must be records of executions")
+        raise TypeError("ToolOutput.execs must hold records of executions")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 
@@ -98,7 +98,7 @@ interpreter's lock, so other trajectories continue. There is only one thread, be
 
 
 async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCall, ...]:
-    """Return the calls in a turn's text after its thoughts: calls in the thoughts don't count.
+    """Return the calls in a turn's text after its thoughts; calls within the thoughts don't count.
 
     Args:
         who: name of the request, for the log.

@@ -29,6 +29,10 @@ _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
+_THOUGHT = "<think>\nStand-in-for-a-thought\n</think>\n\n"
+_BLANKS = "\n\n Answer \n"
+_ARGUMENTS = '{"place":"Zürich","days":1.0}'
+"""Arguments as a policy may write them: JSON without blanks, with a letter that is not ASCII."""
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
 """Maximum number of frames in the cache; maximum messages of a frame; maximum characters of its names and ids. An agent
 could make all of them arbitrarily large."""
@@ -131,7 +135,7 @@ class ChatFormat:
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
 
     def num_said(self, token_ids: Sequence[int]) -> int:
-        """Return the number of a turn's tokens before those that may be the end of the turn."""
+        """Return the number of a turn's tokens before the tokens that may belong to its end."""
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
@@ -169,6 +173,25 @@ class ChatFormat:
             return {self.harmless(key): self.harmless(value) for key, value in data.items()}
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
 
+    def rewritten(self) -> list[str]:
+        """Return the parts of a turn that the template writes otherwise, or not at all, once other messages follow."""
+        parts = {
+            "thoughts before a user's message": (_THOUGHT, [_assistant(f"{_THOUGHT}Answer"), _QUESTION]),
+            "thoughts before a tool's result": (
+                _THOUGHT,
+                [_assistant(_THOUGHT, _CALL), *_results(["result"], ["look"])],
+            ),
+            "arguments of calls": (_ARGUMENTS, [_assistant("", _CALL), *_results(["result"], ["look"])]),
+            "blanks around an answer": (_BLANKS, [_assistant(_BLANKS), _QUESTION]),
+        }
+        return [part for part, (text, later) in parts.items() if self._loses(text, later)]
+
+    def _loses(self, text: str, later: Sequence[Message]) -> bool:
+        try:
+            return text not in self.render([_QUESTION, *later])
+        except ConfigError:
+            return False  # the template has no such messages
+
     def sample_call(self) -> SampleCall | None:
         """Return a call of one of the tools in the form that the template writes; None if it writes no calls."""
         tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
@@ -191,8 +214,8 @@ class ChatFormat:
         except ConfigError:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
-        # The generation prompt may differ from the beginning of a finished turn: it may open a thought that the
-        # finished turn lacks.
+        # The generation prompt may differ from the beginning of a finished turn: it may open a thought, and finished
+        # turns may have none.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
         return self.turn_text(told_ids[len(list(shared)) :])
 
@@ -211,7 +234,7 @@ class ChatFormat:
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
             return self._after_turn(messages)
-        frames = self._frames  # Threads of several sessions call this.
+        frames = self._frames  # local name: threads of several sessions call this method
         if key not in frames:
             if len(frames) >= _MOST_FRAMES:
                 self._frames = frames = {}
@@ -233,8 +256,9 @@ class ChatFormat:
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
 
     def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render without the tools. Templates write them before the first message, they are long, and the callers need
-        only later text."""
+        """Render without the tools: templates write tools before the first message, and callers need only later
+        text.
+        """
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
@@ -276,7 +300,9 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn: a turn of text or, if that fails, of calls."""
+        """Return the template's text for two tool results after a turn: a turn with text or, if that fails, a turn with
+        calls.
+        """
         try:
             rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):
@@ -354,6 +380,13 @@ def _call_id(index: int) -> str:
 
 def _call(name: str, arguments: object, index: int = 0) -> Message:
     return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_CALL = _call("look", json.loads(_ARGUMENTS))
+
+
+def _assistant(content: str, *calls: Message) -> Message:
+    return {"role": "assistant", "content": content} | ({"tool_calls": list(calls)} if calls else {})
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:

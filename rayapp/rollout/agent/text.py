@@ -86,7 +86,7 @@ _PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e
 
 
 class LookedIntoError(Exception):
-    """The template compared, measured, searched or changed a sealed text."""
+    """Raised when a template compares, measures, searches or changes a sealed text."""
 
 
 def _refuse(*args: object, **options: object) -> NoReturn:

@@ -2,7 +2,6 @@
 
     trl, openenv    one episode per trajectory: reset -> the agent loop with the episode's tools -> its reward
     verifiers       a process that plays the row through the gateway, as an external agent, and sends the reward
-
 If an environment fails, dies or does not answer, the trajectory fails and has no reward. Called by `run_group`.
 
 An episode is one trajectory's instance of an environment: it is reset once, tools change it, and at the end it returns
@@ -106,7 +105,7 @@ class EpisodeTool(ToolBase):
         timeout_s: deadline of a call, enforced by the agent loop; the episode's own deadline is shorter.
     """
 
-    ends_episode = True  # so that a call in the last turn runs too: it may change the reward
+    ends_episode = True  # so that a call in the last turn is run, because it may change the reward
 
     def __init__(self, schema: ToolSchema, *, timeout_s: float) -> None:
         super().__init__({}, schema, ToolContext(environ={}))
@@ -152,7 +151,7 @@ class EpisodePlayer:
                 prompt = AgentPrompt(
                     token_ids=self._prompt_ids(task, observation),
                     tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
-                    first_turn=1,  # turn 0 is the request that the cohort got for this trajectory (`_CohortPlace.fill`)
+                    first_turn=1,  # turn 0 is the request that `_CohortPlace.fill` sent for this trajectory
                 )
                 played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if played.status.is_error:
@@ -165,7 +164,7 @@ class EpisodePlayer:
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
     def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
-        # An environment's text is as untrusted as a tool's result.
+        # Neutralize control tokens: an environment's text is as untrusted as a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
         ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
         if len(ids) > self._max_prompt_tokens:
@@ -275,7 +274,9 @@ class EnvironmentAgents:
 
 def row_of(problem: Problem) -> EnvironmentTask:
     """Return the environment's row for this problem."""
-    assert isinstance(problem.task, EnvironmentTask), "plays_environments has checked it"
+    assert isinstance(problem.task, EnvironmentTask), (
+        "plays_environments has checked that the task is a row of an environment"
+    )
     return problem.task
 
 
@@ -289,7 +290,7 @@ async def score_by_environment(problem: Problem, played: Trajectory, sandboxes: 
     """Return the environment's own reward; an invalid reward if there is none."""
     value = played.tool_rewards.get(VERDICT)
     if value is None:
-        return Reward.invalid("no_verdict", f"the environment gave no reward: {played.status}")
+        return Reward.invalid("no_verdict", f"the environment returned no reward: {played.status}")
     return Reward(value=value, terms={"solved": float(value >= 1.0)})
 
 

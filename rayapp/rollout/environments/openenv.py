@@ -52,8 +52,8 @@ class OpenEnvEpisodes:
             raise ConfigError(f"{self._where}: {error}") from error
         except TimeoutError as error:
             raise ConfigError(
-                f"{self._where} had no free session for {self.environment.timeout_s:g} s: raise max_concurrent_envs in "
-                "its create_app"
+                f"{self._where} had no free session within {self.environment.timeout_s:g} s: raise max_concurrent_envs "
+                "in its create_app"
             ) from error
 
     async def holds_one_session(self) -> bool:
@@ -118,7 +118,7 @@ class OpenEnvEpisodes:
 
 
 class _ServerFullError(ToolUnavailableError):
-    """All sessions of the server are taken."""
+    """Raised if all sessions of the server are in use."""
 
 
 @dataclass(slots=True)
@@ -252,7 +252,9 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text for the policy: the observation's only value if it is text, else JSON of all."""
+    """Return an observation as text for the policy: the observation's only value if it is a string, otherwise the
+    observation as JSON.
+    """
     result = observation.get("result")
     if result is not None:  # the result of an MCP tool
         data = result.get("data", result) if isinstance(result, dict) else result

@@ -164,7 +164,7 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
     except Exception as error:  # boundary: it parses the user's docstring
         raise ConfigError(
             f"{where} can't be a tool: {error}. Annotate its arguments with types and describe each in its docstring "
-            "under Args:; if it is no tool, begin its name with an underscore"
+            "under Args:; if it is not meant as a tool, begin its name with an underscore"
         ) from error
 
 

@@ -24,7 +24,7 @@ from rayapp.core.types import FinishReason
 from rayapp.tools.base import ToolSchema
 
 _PER_MESSAGE = 500
-"""Bytes of a kept message besides its texts, about."""
+"""Approximate bytes of a kept message in addition to its texts."""
 Key = tuple[object, ...]
 """Hashable value of a message; messages with equal keys count as the same message."""
 
@@ -74,7 +74,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Form that the answer must have."""
+    """Form that an answer must have, such as a JSON schema."""
 
     field: str
     """Field of the request that asks for it."""
@@ -83,7 +83,7 @@ class Form:
     is_calls: bool = False
     """True if the form is a list of calls, each with name and arguments."""
     problem: str = ""
-    """Why no answer can have this form; empty if one can."""
+    """Reason why no answer can have this form; empty if an answer can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +105,20 @@ class Ask:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other sampling settings by vLLM's names; refused in sessions that are trained on."""
     num_top_log_probs: int | None = None
-    """Return the log-prob of each token, and of so many of the likeliest tokens; None: no log-probs."""
+    """Number of likeliest tokens whose log-probs to return at each position, besides the sampled token's; None for no
+    log-probs.
+    """
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template. Those that the template doesn't read have no effect."""
     form: Form | None = None
     reads_calls: bool = True
-    """If False, text that looks like a call stays text."""
+    """False if text that looks like a call must stay text."""
     several_calls: bool = True
-    """If False, the reply has only the first call of the turn."""
+    """False if the reply must have only the first call of the turn."""
     not_followed: tuple[str, ...] = ()
     """Names of fields that are ignored."""
     is_freed: bool = False
-    """True if a wish for a form was dropped."""
+    """True if the call asked for a form and the request for it was dropped."""
     unknown: tuple[str, ...] = ()
     """Names of fields that no dialect knows."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +136,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProb:
-    """A sampled token with its log-prob, and the likeliest tokens in its place."""
+    """A sampled token with its log-prob, and the likeliest tokens at its position."""
 
     token: str
     log_prob: float
@@ -155,7 +157,7 @@ class Choice:
     """Stop text that ended the completion; empty if none did."""
     num_tokens: int = 0
     log_probs: tuple[TokenLogProb, ...] = ()
-    """One for each sampled token, if the call asked for them."""
+    """Log-probs of each sampled token, if the call asked for them."""
 
     @property
     def said(self) -> Said:
@@ -164,7 +166,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The part of an answer that is known when its prompt is read."""
+    """The part of an answer that is known before sampling."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -198,29 +200,28 @@ class _TreePlace:
     prompt_end: int | None = None
     """Index of the last token of the prompt that ends with this message; None if no prompt does."""
     turn: int | None = None
-    """Number of the turn whose reply this message is; None if it is no reply."""
+    """Number of the turn that sampled this message; None if the message was not sampled."""
     turn_end: int = -1
     """Index of that turn's last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Part of a call's messages that is recorded already."""
+    """The part of a call's messages that is already recorded."""
 
     after: int = -1
     """Index of the token that the call continues from; -1 if the call begins a new conversation."""
     turn: int | None = None
-    """Turn that the call continues from. If it is None and `after` is set, the same prompt was sent before."""
+    """Turn that the call continues from. None with `after` set means that the same prompt was sent before."""
     num_messages: int = 0
     """Number of messages that are recorded already."""
 
 
 class Replies:
-    """The latest conversations, each up to a reply, by the reply's id.
-
+    """Recent conversations, each up to a reply, by the reply's id.
     Args:
-        max_chars: most characters of all together; the oldest are dropped. A conversation counts with each of its
-            replies.
+        max_chars: maximum characters of all conversations together; the oldest are dropped. A conversation counts once
+            for each of its replies.
     """
 
     def __init__(self, max_chars: int = 64 << 20) -> None:
@@ -237,7 +238,7 @@ class Replies:
             self._num_chars -= dropped
 
     def get(self, reply_id: str) -> tuple[Said, ...] | None:
-        """Return the messages up to a reply; None if it isn't kept."""
+        """Return the messages up to and including a reply; None if the reply isn't kept."""
         return self._kept[reply_id][0] if reply_id in self._kept else None
 
 
@@ -267,8 +268,9 @@ class Conversations:
         return Found() if is_edited else found
 
     def drift(self, tools: Key, messages: Sequence[Said]) -> Drift | None:
-        """Return why these messages, which begin a new conversation, continue none of those recorded; None if none
-        is."""
+        """Return the reason why these messages continue no recorded conversation; None if no conversation is
+        recorded.
+        """
         if not self._roots:
             return None
         if tools not in self._roots:
@@ -295,7 +297,9 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The reason why a call begins a new conversation, and the texts at their first difference."""
+    """The reason why a call begins a new conversation, and the sent and recorded texts from their first difference
+    on.
+    """
 
     reason: str
     recorded: str = ""
@@ -311,7 +315,7 @@ _SHOWN_CHARS = 40
 
 
 def _drift(place: _TreePlace, said: Said, *, is_first: bool) -> Drift:
-    """Return the difference between a message and those recorded in its place."""
+    """Return the difference between a message and the messages recorded at its place."""
     known = [key for key in place.children if key[0] == said.role]
     if not known:
         other = "other_conversation" if is_first else "history_rewritten"
@@ -367,7 +371,7 @@ def without_surrogates(data: Any) -> Any:
 
 
 def canonical(arguments: str) -> str:
-    """Return the same text for all JSON texts that clients make from equal arguments.
+    """Return a canonical JSON text: equal for equal arguments, however a client wrote them.
 
     Numbers are compared as doubles: JavaScript writes 10.0 as 10, and 1e400 as null.
     """
@@ -392,7 +396,7 @@ STATUS: dict[Kind, int] = {
     "unknown": 404,
     "no_path": 404,
     "no_model": 404,
-    # Not a code that clients retry (408, 409, 429, and all from 500 on): a session never opens again.
+    # Use a status that clients don't retry, unlike 408, 409, 429 and 5xx: a session never opens again.
     "over": 410,
     "too_large": 413,
     "turns": 400,

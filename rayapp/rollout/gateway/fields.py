@@ -15,7 +15,7 @@ from rayapp.rollout.order import MAX_SEED
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text that is divided by white space."""
+    """Return the words of a text that are separated by white space."""
     return frozenset(text.split())
 
 
@@ -44,7 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (0, False, "", [], {}),
     ),
 }
-"""Fields that request something that is missing here, with their values that request nothing."""
+"""Fields for features that are not supported -> their values that don't use the feature."""
 _INSTEAD = {f"guided_{name}": f"structured_outputs: {{{name}: …}}" for name in ("json", "regex", "choice", "grammar")}
 """Fields of earlier versions of vLLM, and what replaces them."""
 
@@ -55,8 +55,9 @@ _Word = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class SamplingFields(BaseModel):
-    """Sampling fields of a request: names and bounds of vLLM's SamplingParams, and bounded in size. Each default but
-    those of `_DISTRIBUTION` is the value that changes nothing."""
+    """Sampling fields of a request: names and bounds of vLLM's SamplingParams, and bounded in size. The default of each
+    field outside `_DISTRIBUTION` has no effect on sampling.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -90,7 +91,7 @@ class Sampling(NamedTuple):
     distribution: dict[str, Any]
     """Given fields of `_DISTRIBUTION`."""
     options: dict[str, Any]
-    """Other given fields that change the sampling."""
+    """Other given fields, which change the sampling."""
 
 
 def sampling(body: Mapping[str, Any]) -> Sampling:

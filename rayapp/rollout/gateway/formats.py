@@ -45,7 +45,7 @@ class Format:
     parser: ToolCallParser
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if the prompt ends within thoughts, which the template begins for the policy."""
+        """Return True if the prompt ends with an open `<think>`, which some templates write for the policy."""
         end = self.chat.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return end.rstrip().endswith("<think>")
 
@@ -105,14 +105,15 @@ class Formats:
         return found
 
     def ids_of(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return the ids of a prompt that is read as it is.
-
+        """Return the ids of a prompt of the completions API, which is used without a chat template.
         Raises:
-            RefusedError: it is empty, or has ids that are not the tokenizer's.
+            RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
         """
         ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         if not ids or not 0 <= min(ids) <= max(ids) <= self._last_id:
-            raise RefusedError("invalid", f"a prompt must be a text or token ids from 0 to {self._last_id}, not empty")
+            raise RefusedError(
+                "invalid", f"a prompt must be a non-empty string, or token ids from 0 to {self._last_id}"
+            )
         return ids
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Serve an application over HTTP to hostile callers: limited connections, and silent ones are closed.
+"""Serves an application over HTTP to hostile clients: connections are limited in number, and idle ones are closed.
 
 Used by the gateway, for its own port and for the loopbacks of sandboxes, and by `rayapp serve`.
 """
@@ -20,10 +20,10 @@ from rayapp.sandbox.loopback import Accept
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 30.0
-"""Longest time of a connection without a request: before the headers of its first request, and between two requests."""
+"""Maximum seconds that a connection may be idle: before its first request's headers, and between two requests."""
 _MOST_CONNECTIONS = 1024
 _BACKLOG = 1024
-"""Connections that the kernel queues: the agents of a whole worker connect at once."""
+"""Length of the kernel's queue of new connections: all agents of a worker may connect at the same time."""
 _WAIT_S = 0.05
 _QUIET_S = 60.0
 """Minimum time between two log lines about connections that could not be accepted."""
@@ -81,7 +81,7 @@ class Listening:
         self._idle = dict[web.RequestHandler, float]()
         """Connection without a request -> time of its last request; the longest idle one is first."""
         app.middlewares.append(self._note_busy)
-        # If an agent hangs up, its turn is cancelled.
+        # handler_cancellation: if an agent disconnects, its turn is cancelled.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         self._max_connections = max_connections or _default_connections()
         self._tasks = list[asyncio.Task[None]]()
@@ -133,7 +133,7 @@ class Listening:
                 await asyncio.sleep(0 if self._idle else _WAIT_S)
             try:
                 await loop.connect_accepted_socket(server, connection)
-            except OSError:  # it has disconnected
+            except OSError:  # the client has disconnected
                 connection.close()
 
     @web.middleware
@@ -183,7 +183,7 @@ def _default_connections() -> int:
 
 
 async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
-    """Return the next connection. If no file descriptor is left, wait, and log that at most once per `_QUIET_S`."""
+    """Return the next connection. If no file descriptor is left, wait, and log this at most once per `_QUIET_S`."""
     said_at_s = -_QUIET_S
     while True:
         try:

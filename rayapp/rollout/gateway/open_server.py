@@ -1,4 +1,4 @@
-"""Server of `rayapp serve`: any client with the key may sample from the policy; nothing is recorded for training.
+"""Server of `rayapp serve`: any client with the key may sample from the policy; no call is recorded for training.
 
     POST /v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
     GET  /v1/models | /v1/models/<model>
@@ -31,7 +31,7 @@ from rayapp.rollout.gateway.session import MOST_CHOICES, Session, SessionLimits
 
 MAX_REQUESTS = 1024
 _KEPT_CHARS = 64 << 20
-"""Most characters of the conversations that calls may continue by a reply's id."""
+"""Maximum characters of kept conversations, which later calls may continue by a reply's id."""
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
@@ -42,15 +42,15 @@ class Numbers:
         self.registry = registry = CollectorRegistry()
         name = "rayapp_serve"
         self.requests = Counter(
-            f"{name}_requests", "Calls that were answered, by path and status.", ("path", "status"), registry=registry
+            f"{name}_requests", "Answered calls, by path and status.", ("path", "status"), registry=registry
         )
         self.prompt_tokens = Counter(f"{name}_prompt_tokens", "Tokens that the policy read.", registry=registry)
         self.generation_tokens = Counter(
             f"{name}_generation_tokens", "Tokens that the policy sampled.", registry=registry
         )
-        self.running = Gauge(f"{name}_requests_running", "Calls that are being answered.", registry=registry)
+        self.running = Gauge(f"{name}_requests_running", "Calls in progress.", registry=registry)
         self.policy_version = Gauge(
-            f"{name}_policy_version", "Training steps of the weights that sampled last.", registry=registry
+            f"{name}_policy_version", "Policy version of the weights that sampled last.", registry=registry
         )
         self.seconds = Histogram(
             f"{name}_request_seconds",
@@ -61,11 +61,10 @@ class Numbers:
 
 
 class OpenDoor:
-    """Opens a session for each call that has a key; the session ends with the call.
-
+    """Opens a session for each call that has a valid key; the session ends with the call.
     Args:
-        keys: keys that open it. Conversations are continued only with the key that began them.
-        max_requests: most calls of one key at once; further calls get 429.
+        keys: valid keys. Conversations are continued only with the key that began them.
+        max_requests: maximum calls of one key at once; further calls get status 429.
     """
 
     def __init__(
@@ -88,7 +87,10 @@ class OpenDoor:
     def __call__(self, request: web.Request) -> Iterator[Session]:
         key = check_key(request, self._keys, "this key does not open this server")
         if self._running[key] >= self._max_requests:
-            raise RefusedError("busy", f"{self._max_requests} calls with this key are being answered: ask again later")
+            raise RefusedError(
+                "busy",
+                f"{self._max_requests} calls with this key are in progress, which is the maximum: try again later",
+            )
         session = Session(
             formats=self._formats,
             engine=self._engine,
@@ -151,8 +153,8 @@ async def open_to_all(
         sampling: limit of a call's prompt and answer together, and defaults of requests.
         keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
-        max_connections: most connections at once; 0: half of the descriptors of this process, at most 1024.
-        max_requests: most calls of one key at once.
+        max_connections: maximum connections at once; 0: half of the descriptors of this process, at most 1024.
+        max_requests: maximum calls of one key at once.
     """
     door = OpenDoor(formats, engine, sampling, keys, max_requests=max_requests)
     listening = Listening(open_application(door, model), max_connections=max_connections)

@@ -1,4 +1,4 @@
-"""OpenAI's completions: prompts that are continued as they are, without a chat template. Pure."""
+"""Dialect of OpenAI's Completions API, which continues prompts without a chat template. Pure functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TOKENS = 16
 
 
 class OpenAICompletions:
-    """See `reading.Dialect`."""
+    """OpenAI's Completions API; see `reading.Dialect`."""
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         others, stream = other_fields(body, _FIELDS), body.get("stream_options") or {}
@@ -83,10 +83,10 @@ class _Stream(StreamWriter):
 
 
 def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a field that is a text, a list of ids, or a list of either."""
+    """Return the prompts in a field's value: a string, a list of ids, or a list of such prompts."""
     many = [given] if isinstance(given, str) or _are_ids(given) else given
     if not isinstance(many, list) or not many or not all(isinstance(each, str) or _are_ids(each) for each in many):
-        raise refuse("prompt must be a text, a list of token ids, or a list of such")
+        raise refuse("prompt must be a string, a list of token ids, or a list of such prompts")
     return tuple(each if isinstance(each, str) else tuple(each) for each in many)
 
 

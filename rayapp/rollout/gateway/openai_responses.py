@@ -114,7 +114,7 @@ class _Stream(StreamWriter):
         """Kind of the item that is open."""
         self._num_items = 0
         self._thoughts = list[str]()
-        """Thoughts that were sent."""
+        """Thoughts that were already sent."""
 
     def _told(self, kind: str, **fields: Any) -> bytes:
         fields = {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
@@ -222,7 +222,7 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
-    """Yield one message for each turn: its items joined."""
+    """Yield one message for each turn, joined from the turn's items."""
     waiting: Said | None = None
     for said in messages:
         if said.role == "assistant" and waiting is not None:
@@ -276,10 +276,9 @@ def _function_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _response(begun: Begun, ask: Ask, items: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
-    """Return a response.
-
+    """Return a response object.
     Args:
-        reply: None: it is still being sampled.
+        reply: the complete reply; None while it is being sampled.
     """
     is_cut = reply is not None and reply.choices[0].finish_reason == "length"
     return {

@@ -24,14 +24,14 @@ _FORMS: dict[str, Any] = {
 }
 """Fields of vLLM's StructuredOutputsParams that a request may set -> their types."""
 MAX_TOP_LOG_PROBS = 20
-"""Most likeliest tokens of a request: vLLM's limit."""
+"""Maximum of a request's `top_logprobs`; vLLM has the same limit."""
 _MAX_VARIABLES = 16
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "max_length", "messages", "padding", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
-"""Names that are not free for variables: arguments of `apply_chat_template`, and tokens of the model."""
+"""Names that a request's template variables can't have: arguments of `apply_chat_template`, and special tokens."""
 
 
 class Dialect(Protocol):
@@ -61,7 +61,7 @@ def refuse(message: str) -> RefusedError:
 
 
 def parsed(data: bytes) -> Mapping[str, Any]:
-    """Return a request's body as data, with halves of surrogate pairs escaped: no tokenizer reads them.
+    """Return a request's body as data. Halves of surrogate pairs are escaped, because tokenizers can't read them.
 
     Raises:
         RefusedError: the body is not a JSON object.
@@ -94,12 +94,12 @@ def text(value: Any, name: str) -> str:
 
 
 def stops(value: Any, name: str) -> tuple[str, ...]:
-    """Return the texts that end a turn: one string, or a list of them."""
+    """Return the stop texts of a field: one string, or a list of strings."""
     many = [value] if isinstance(value, str) else value or []
     if not isinstance(many, list) or not all(isinstance(each, str) and each for each in many):
         raise refuse(f"{name} must be a non-empty string, or a list of non-empty strings")
     if len(many) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in many):
-        raise refuse(f"{name} must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters")
+        raise refuse(f"{name} must be at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     return tuple(many)
 
 
@@ -143,7 +143,7 @@ def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> t
 
 
 def json_form(value: Any, field: str, schema: str = "schema") -> Form | None:
-    """Return the form that a request demands of its answer; None if any text will do.
+    """Return the form that a request demands of its answer; None if it demands none.
 
     Args:
         value: OpenAI's `response_format` or `text.format`, or Anthropic's `output_config.format`.
@@ -179,7 +179,7 @@ def structured_form(value: Any) -> Form | None:
             f"structured_outputs.{name} must be of the type that vLLM reads, in at most {MAX_TOOL_CHARS} bytes"
         )
     if name == "choice" and not (given[name] and all(isinstance(each, str) and each for each in given[name])):
-        raise refuse("structured_outputs.choice must be a list of texts")
+        raise refuse("structured_outputs.choice must be a list of strings")
     return Form(field="structured_outputs", structured=given)
 
 
@@ -242,9 +242,9 @@ def template_variables(given: Any, effort: Any = None) -> dict[str, Any]:
         raise refuse(f"chat_template_kwargs must be an object of at most {_MAX_VARIABLES} variables")
     for name, value in variables.items():
         if not name.isidentifier() or len(name) > 60 or name in _NO_VARIABLES:
-            raise refuse(f"chat_template_kwargs: {name!r:.60} is no variable that a request may set")
+            raise refuse(f"chat_template_kwargs: {name!r:.60} is not a variable that a request may set")
         if not isinstance(value, bool | int | float | str) or len(str(value)) > 1000:
-            raise refuse(f"chat_template_kwargs.{name} must be a short text, a number, true or false")
+            raise refuse(f"chat_template_kwargs.{name} must be a short string, a number, true or false")
     if effort is None:
         return variables
     return {"reasoning_effort": text(effort, "reasoning_effort")[:60], "enable_thinking": effort != "none"} | variables
@@ -269,7 +269,7 @@ def as_top_log_probs(token: TokenLogProb) -> dict[str, Any]:
 
 
 def _log_prob(token: str, value: float) -> dict[str, Any]:
-    # JSON has no -inf. vLLM's servers write -9999 too.
+    # JSON has no -inf: write -9999, as vLLM's servers do.
     written = token.encode("utf-8", "surrogateescape")
     return {"token": token, "logprob": max(value, -9999.0), "bytes": list(written)}
 

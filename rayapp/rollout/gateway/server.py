@@ -3,7 +3,7 @@
     POST /<session>/v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
     GET  /<session>/v1/models | /v1/models/<model>
 
-A session's key (Authorization: Bearer, or x-api-key) opens only that session, and the server offers only sessions.
+A session's key (Authorization: Bearer, or x-api-key) is valid only for that session; the server has no other routes.
 Streams send text as it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
 
 `Api` handles the requests of every server of these APIs; `open_server.py` is the server of `rayapp serve`.
@@ -33,7 +33,7 @@ from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Sending, Session, SessionLimits
+from rayapp.rollout.gateway.session import Sending, Session, SessionLimits, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
@@ -44,9 +44,9 @@ BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
-"""Seconds without tokens after which a stream gets a comment, so that no client gives up."""
+"""Seconds without tokens after which a comment is sent in a stream, so that clients don't time out."""
 SEND_TIMEOUT_S = 60.0
-"""Longest wait for a client that doesn't read its stream."""
+"""Maximum seconds to wait for a client that doesn't read its stream."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
 """Maximum connections of one sandbox. Each holds at most one request body."""
@@ -162,7 +162,7 @@ class Gateway:
         limits: SessionLimits,
         request_id: RequestId,
         other_models: Literal["train", "untrained", "refuse"] = "train",
-        drops_forms: bool = False,
+        structured: Structured = "refuse",
     ) -> Iterator[Session]:
         """Serve a session while the block runs. The arguments are those of `Session`."""
         session = Session(
@@ -172,7 +172,7 @@ class Gateway:
             limits=limits,
             request_id=request_id,
             other_models=other_models,
-            drops_forms=drops_forms,
+            structured=structured,
         )
         self._sessions[session.id] = session
         try:
@@ -226,7 +226,7 @@ def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
     """Return the request's key, if it is one of these. Raises RefusedError: it is missing or wrong."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     sent = given.encode("utf-8", "surrogateescape")
-    # Compare with every key, so that the time tells nothing about them.
+    # Compare with every key, so that the duration reveals nothing about the keys.
     if not (found := [key for key in keys if hmac.compare_digest(sent, key.encode())]):
         raise RefusedError("key", message)
     return found[0]
@@ -253,7 +253,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
-    """Return what a client's headers say about this transmission of the call; SDKs send these."""
+    """Return the information about a call's transmission (retry, timeout) in the headers that SDKs send."""
     headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
     timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
     return Sending(
@@ -283,7 +283,7 @@ def _unread(session: Session, ask: Ask) -> list[str]:
     """Return the variables that the chat template doesn't read."""
     unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
     if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
-        # One wish, for which templates read one or the other.
+        # Both variables express the same setting, and a template reads only one of them.
         both = {"reasoning_effort", "enable_thinking"} <= {*unread}
         unread = [name for name in unread if name != "enable_thinking" and (both or name != "reasoning_effort")]
     return unread
@@ -302,7 +302,7 @@ async def _stream(
     while not turn.done():
         pieces = await live.pieces(PATIENCE_S)
         if turn.done() and not response.prepared:
-            turn.result()  # A refusal before the stream begins gets its own status.
+            turn.result()  # raises a refusal before the stream begins, so that it gets its own status
         if not response.prepared and (pieces or not turn.done()):
             await response.prepare(request)
         events = b"" if pieces or turn.done() else _PING
@@ -319,7 +319,7 @@ async def _stream(
 
 
 def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
-    """Return the writer, and what it writes first if it is new."""
+    """Return the writer of the stream, and the events with which a new writer begins."""
     if writer is not None:
         return writer, b""
     writer = dialect.stream(begun, ask)
@@ -335,7 +335,7 @@ def _end(writer: StreamWriter | None, dialect: Dialect, ask: Ask, turn: asyncio.
 
 
 async def _send(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
-    """Send events; a client that does not read them is cut off."""
+    """Send events; disconnect a client that does not read them."""
     if not events:
         return
     try:
@@ -344,7 +344,7 @@ async def _send(request: web.Request, response: web.StreamResponse, events: byte
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"the client read nothing for {SEND_TIMEOUT_S:g} s") from None
+        raise ConnectionResetError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None
 
 
 def _refusal(dialect: Dialect, refused: RefusedError) -> web.Response:

@@ -43,6 +43,7 @@ from rayapp.rollout.gateway.conversation import (
     not_in_training,
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
+from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
@@ -61,16 +62,17 @@ _MAX_TOOL_SETS = 32
 """Maximum sets of tools of a session: each is prepared in the one thread that all sessions of a worker share."""
 _SIDE_CALLS_A_TURN = 4
 _MOST_LEFT, REPEAT_WITHIN_S = 16, 30.0
-"""Most calls to keep for a client that may send them again, and how long."""
+"""Maximum number of unfinished calls to keep for clients that may retry them, and the seconds to keep each."""
 _MOST_NOTES = 20
 MODEL = "policy"
 """The policy's name as a model, in RAYAPP_MODEL."""
-_DESCRIBE = " and say in the prompt what the answer must look like"
+_DESCRIBE = ", describe the form of the answer in the prompt, or set agent.external.structured"
 _SMALL = 16 << 10
 """Bytes or characters up to which input is read on the event loop, which takes milliseconds."""
 _READING = ThreadPoolExecutor(2, thread_name_prefix="gateway")
 """Threads that read bodies and render prompts. Each session uses at most one thread at a time."""
 _T = TypeVar("_T")
+Structured = Literal["refuse", "free", "guide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +102,14 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """One transmission of a call by its client."""
+    """One attempt of a client to send a call."""
 
     key: bytes = b""
-    """Equal for equal calls that the client marks as the same."""
+    """Key that is equal for attempts of the same call; empty if the client doesn't mark them."""
     is_repeated: bool = False
-    """True if the client says that it sends the call again, or may."""
+    """True if this attempt is a retry, or the client may retry it, according to its headers."""
     timeout_s: float | None = None
-    """The time after which the client gives up and sends it again, as far as it says."""
+    """Seconds after which the client retries, if its headers tell."""
     sent_at_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -164,12 +166,12 @@ class Session:
     """Conversations that calls may continue by a reply's id (Responses)."""
     other_models: Literal["train", "untrained", "refuse"] = "train"
     """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
-    drops_forms: bool = False
-    """Sample calls that ask for a form without it; see `agent.external.structured`."""
+    structured: Structured = "refuse"
+    """Treatment of calls that ask for a form; see `agent.external.structured`."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of this session's calls by name, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
-    """Lines for people about calls that began a new conversation."""
+    """Log lines about calls that began a new conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Future that fails with the engine's error when the engine fails."""
     _conversations: Conversations = field(default_factory=Conversations)
@@ -178,7 +180,7 @@ class Session:
     _thread: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _tool_sets: set[object] = field(default_factory=set)
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
-    """Calls whose client has gone without the reply, by `Sending.key`."""
+    """Calls whose client disconnected before the reply, by `Sending.key`."""
     _sides: list[Session] = field(default_factory=list)
     """Sessions of calls that are not recorded: one session per call, while the call is answered."""
     _num_sides: int = 0
@@ -194,16 +196,16 @@ class Session:
         if len(body) > self.limits.max_body_bytes:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
-            raise RefusedError("too_large", f"a body has at most {self.limits.max_body_values:,} JSON values here")
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
         ask = await self._beside(len(body), lambda: read(body))
-        if ask.form is None or not self.drops_forms:
+        if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
 
     @contextmanager
     def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
-        """Context manager with the task of the reply. A client that sends the same call again gets the same reply if it
-        had left without it."""
+        """Context manager with the task that makes the reply. If a client disconnected and retries the call, it gets
+        the same reply."""
         task = self._unanswered.pop(sending.key, None) if sending.is_repeated else None
         if task is not None and not (task.done() and (task.cancelled() or task.exception() is not None)):
             self.counts["repeated"] += 1
@@ -223,7 +225,7 @@ class Session:
             raise
 
     def _keep(self, task: asyncio.Task[Reply], key: bytes) -> None:
-        """Keep a call that its client may send again, for a while."""
+        """Keep a call for some time, because its client may retry it."""
         self._unanswered[key] = task
         while len(self._unanswered) > _MOST_LEFT:
             self._unanswered.popitem(last=False)[1].cancel()
@@ -258,7 +260,7 @@ class Session:
         return self.other_models != "train" and ask.model != MODEL
 
     async def _asked_aside(self, ask: Ask, live: Live | None) -> Reply:
-        """Return the reply to a call that is not recorded: it gets a session that ends with the call."""
+        """Return the reply to a call that is not recorded, in a separate session that ends with the call."""
         self._check_open()
         if self.other_models == "refuse":
             raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
@@ -267,8 +269,8 @@ class Session:
         if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
             raise RefusedError(
                 "turns",
-                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: it serves "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns of them. Name the model {MODEL!r}",
+                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: at most "
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
             )
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
@@ -281,9 +283,11 @@ class Session:
 
     def _side(self, request_id: RequestId) -> Session:
         limits = SessionLimits(max_tokens=self.limits.max_tokens, max_turns=MOST_CHOICES)
+        # A form changes nothing that is trained on.
         return Session(
-            formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id
-        )
+            formats=self.formats, engine=self.engine, sampling=self.sampling, limits=limits, request_id=request_id,
+            structured="guide",
+        )  # fmt: skip
 
     async def _asked(self, ask: Ask, live: Live | None) -> Reply:
         messages = self._messages(ask)
@@ -292,6 +296,8 @@ class Session:
         num_cached = sum(len(each.prompt_ids) - self.tree.num_new(each.after, each.read_ids) for each in wanted)
         if ask.is_freed:
             self.counts["structured_dropped"] += 1
+        if ask.form is not None and not self.follows_requests:
+            self.counts["structured_guided"] += 1
         num_prompt_tokens = sum(len(each.prompt_ids) for each in wanted)
         begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
         if live is not None:
@@ -305,7 +311,7 @@ class Session:
         return reply
 
     async def _prompts(self, ask: Ask) -> list[_Wanted]:
-        """Return the prompts of a call that brings them as text or token ids."""
+        """Return the prompts of a completions call, given as text or token ids."""
         num_chars = sum(map(len, ask.prompts))
         if num_chars > self.limits.max_chars:
             raise self._too_long(f"the prompts have {num_chars} characters")
@@ -364,9 +370,9 @@ class Session:
         if before is None:
             raise RefusedError(
                 "invalid",
-                f"previous_response_id {ask.previous!r:.60}: there is no such reply here. Send the whole input",
+                f"previous_response_id {ask.previous!r:.60}: this server has no such reply. Send the whole input",
             )
-        # Instructions belong to one call: those of the previous call are not continued.
+        # Instructions apply to one call: don't repeat those of the previous call.
         own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
         kept = before[1:] if before[0].role == "system" else before
         return in_order((*own, *kept, *ask.messages[len(own) :]))
@@ -380,10 +386,10 @@ class Session:
         if ask.options and not self.follows_requests:
             name, value = next(iter(ask.options.items()))
             raise RefusedError("invalid", not_in_training(f"{name} {value!r:.60}"))
-        if ask.form is not None and not self.follows_requests:
+        if ask.form is not None and self.structured != "guide" and not self.follows_requests:
             raise RefusedError("invalid", not_in_training(ask.form.field, _DESCRIBE))
-        if ask.form is not None and ask.form.problem:
-            raise RefusedError("invalid", ask.form.problem)
+        if ask.form is not None and (problem := ask.form.problem or too_large(ask.form.structured)):
+            raise RefusedError("invalid", f"{ask.form.field}: {problem}")
         if ask.unknown and self.follows_requests:
             raise RefusedError(
                 "invalid", f"unknown fields: {', '.join(ask.unknown[:9])}. Leave them out: they have no effect"
@@ -392,7 +398,9 @@ class Session:
     def _take_turns(self, number: int) -> range:
         """Return the numbers of the next turns."""
         if len(self._running) + number > MOST_TURNS_AT_ONCE:
-            raise RefusedError("busy", f"more than {MOST_TURNS_AT_ONCE} turns at once: wait until one ends")
+            raise RefusedError(
+                "busy", f"more than {MOST_TURNS_AT_ONCE} turns of this session are in progress: wait until one ends"
+            )
         if self._num_asked + number > self.limits.max_turns:
             raise RefusedError(
                 "turns",
@@ -431,14 +439,16 @@ class Session:
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 
     async def _beside(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread if its input is large; a session runs one such piece of work at a time."""
+        """Run `work` in a thread if its input is large, one at a time per session."""
         if size <= _SMALL:
             return work()
         async with self._thread:
             return await asyncio.get_running_loop().run_in_executor(_READING, work)
 
     def _check_size(self, messages: Sequence[Said]) -> int:
-        """Return the characters of the messages. Raises RefusedError: no template can make them fit."""
+        """Return the number of characters of the messages. Raises RefusedError: they can't fit into the session's
+        tokens.
+        """
         num_chars = sum(len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
         if num_chars > self.limits.max_chars or len(messages) > self.limits.max_tokens:
             raise self._too_long(f"the prompt has {len(messages)} messages and {num_chars} characters")
@@ -482,6 +492,7 @@ class Session:
             **(ask.distribution if self.follows_requests else {}),
             options=ask.options,
             structured_outputs=ask.form.structured if ask.form is not None else {},
+            wants_allowed=not self.follows_requests,
             num_top_log_probs=ask.num_top_log_probs or 0,
         )
         choices, splitters = list[Choice](), list[Splitter]()
@@ -529,7 +540,7 @@ class Session:
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            # Either the client has disconnected, or `end` cancelled the turns.
+            # Raise a refusal if `end` cancelled the turns; otherwise the client has disconnected.
             self._check_open()
             raise
         except RayappError as error:
@@ -552,7 +563,7 @@ class Session:
         request_id = self.request_id._replace(turn=number)
         sampled = await self.engine.generate(request_id, wanted.prompt_ids, sampling, on_tokens)
         self._check_open()
-        # Concurrent turns may have used the rest of the limit. A shortened sample is a valid sample of fewer tokens.
+        # Concurrent turns may have used up the limit. A cut sample is distributed like one with a lower max_tokens.
         completion = cut_completion(sampled, self._left(wanted))
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
         prompt_end, end = self.tree.add_turn(
@@ -564,7 +575,7 @@ class Session:
         """Return a turn as an API represents it.
 
         Args:
-            text_start: end of the thoughts, as a stream split them; None: after the last `</think>`.
+            text_start: end of the thoughts according to the stream's splitter; None for after the last `</think>`.
         """
         record = self.tree.turns[turn.number]
         text, stopped_by = _before_stop(record.text, ask.stop)
@@ -633,7 +644,9 @@ def _shown_call(name: str, arguments: str) -> ToolCall:
 
 
 def _formed_calls(said: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls of an answer that had to be a list of calls, and ""; no calls and the text if it was cut."""
+    """Return the calls of an answer whose form is a list of calls, and no text; if it was cut off, no calls and its
+    text.
+    """
     try:
         made: list[dict[str, Any]] = json.loads(said)
         return tuple(_shown_call(str(call["name"]), json.dumps(call["arguments"])) for call in made), ""

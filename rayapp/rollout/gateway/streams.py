@@ -1,10 +1,11 @@
-"""Streams that begin while the turn is sampled: sampled tokens become pieces of thoughts and text, in the API's events.
+"""Streams a turn while it is sampled: turns new tokens into pieces of thoughts and text, and these into the API's
+events.
 
     engine -- new ids --> Splitter -- Piece --> Live -- queue --> server -- StreamWriter --> client
 
-A splitter holds back whatever the rest of the turn may still change: unfinished characters, the end of the turn, the
-start of a stop text, blanks at the end, and everything from the first tool call on. A stream ends with the whole
-`Reply`, of which the writer sends what is still missing. Pure, except for the queue.
+A splitter holds back text that later tokens may change or remove: unfinished characters, the end of the turn, the start
+of a stop text, blanks at the end, and everything from the first tool call on. When the turn ends, the writer gets the
+whole `Reply` and sends the parts that are missing. Pure, except for the queue.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ PartKind = Literal["thoughts", "text"]
 _OPEN, _CLOSE = "<think>", "</think>"
 _PIECE_CHARS = 256
 _WINDOW = 8
-"""Tokens before the new ones that are decoded again with them: some tokenizers write a token's blank only after
-another token."""
+"""Number of earlier tokens to decode again together with new tokens: some tokenizers write a token's leading blank only
+if another token is before it."""
 
 
 class Piece(NamedTuple):
@@ -37,12 +38,12 @@ class Piece(NamedTuple):
 
 
 class Splitter:
-    """Splits the tokens of one turn into pieces of thoughts and text, as they come.
-
+    """Splits the tokens of one turn into pieces of thoughts and text while they are sampled.
     Args:
-        chat_format: of the call.
+        chat_format: chat format of the call.
         ask: the call.
-        is_thinking: the prompt ends with `<think>`: nothing is sent before `</think>`, without which it is text.
+        is_thinking: True if the prompt ends with `<think>`. Then no piece is sent before `</think>`, because without it
+            the turn is text.
     """
 
     def __init__(self, chat_format: Format, ask: Ask, *, is_thinking: bool) -> None:
@@ -58,7 +59,7 @@ class Splitter:
         self._marks = (*ask.stop, *([chat_format.parser.start] if has_calls and chat_format.parser.start else []))
         self._is_held = is_called or (has_calls and not chat_format.parser.start)
         self.text_start: int | None = None
-        """Index of the first character of the turn's text that is not a thought; None: not known before its end."""
+        """Index of the first character after the turn's thoughts; None while it is unknown."""
 
     def add(self, new_ids: Sequence[int]) -> Iterator[tuple[PartKind, str]]:
         """Yield the pieces that these tokens complete."""
@@ -67,7 +68,7 @@ class Splitter:
             yield from self._pieces()
 
     def _read_text(self) -> bool:
-        """Decode new tokens. Returns False if they end within a character, or may end the turn."""
+        """Decode new tokens. Return False if they end within a character, or may belong to the end of the turn."""
         end = self._format.chat.num_said(self._ids)
         start, decode = max(0, self._num_read - _WINDOW), self._format.chat.tokenizer.decode
         if end <= self._num_read:
@@ -104,7 +105,7 @@ class Splitter:
             yield from self._until("thoughts", start, self._settled(start, (_CLOSE, *self._stop)))
 
     def _settled(self, start: int, marks: Sequence[str] | None = None) -> int:
-        """Return the end of the text that no mark, and no blank at the end, can take back."""
+        """Return the end of the text that can be sent: before blanks at the end, and before the beginning of a mark."""
         text, marks = self._text[start:], self._marks if marks is None else marks
         found = [place for mark in marks if (place := text.find(mark)) >= 0]
         if found:
@@ -120,21 +121,21 @@ class Splitter:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    """Return the length of the longest end of the text that begins the mark."""
+    """Return the length of the longest suffix of the text that is a prefix of the mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 @dataclass(slots=True)
 class Live:
-    """What a stream has to send, in order, while its call is answered."""
+    """Queue of pieces that a stream has to send, in order, while its call is answered."""
 
     begun: Begun | None = None
-    """Set when the prompt is read."""
+    """Information about the prompt; None until the prompt is read."""
     _pieces: list[Piece] = field(default_factory=list)
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listener(self, index: int, splitter: Splitter) -> Callable[[Sequence[int]], None]:
-        """Return the function that takes the new ids of a choice."""
+        """Return a function that receives the new ids of a choice and queues their pieces."""
 
         def add(new_ids: Sequence[int]) -> None:
             new = [Piece(index, kind, text) for kind, text in splitter.add(new_ids)]
@@ -145,11 +146,11 @@ class Live:
         return add
 
     def wake(self) -> None:
-        """End a wait of `pieces`: the call has been answered."""
+        """Make `pieces` return, because the call has been answered."""
         self._has_news.set()
 
     async def pieces(self, timeout_s: float) -> list[Piece]:
-        """Return the pieces since the last call, at the latest after this time."""
+        """Return the pieces since the last call; wait at most this time for one."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_news.wait()
@@ -178,10 +179,9 @@ class StreamWriter(ABC):
         return b"".join(self.delta(index, kind, part) for part in parts)
 
     def rest(self, index: int, choice: Choice) -> bytes:
-        """Return the events of the pieces of a choice that were not sent.
-
+        """Return the events of a choice's pieces that were not sent yet.
         Raises:
-            RefusedError: the turn differs from what was sent.
+            RefusedError: the finished turn differs from the part that was sent.
         """
         events, parts = b"", {"thoughts": choice.thoughts, "text": choice.text}
         for kind, whole in parts.items():
@@ -193,8 +193,8 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def delta(self, index: int, kind: PartKind, text: str) -> bytes:
-        """Return the events of at most `_PIECE_CHARS` characters."""
+        """Return the events of a piece with at most `_PIECE_CHARS` characters."""
 
     @abstractmethod
     def end(self, reply: Reply) -> bytes:
-        """Return the events of everything that was not sent yet, and the stream's end."""
+        """Return the events of all parts that were not sent yet, and the end of the stream."""

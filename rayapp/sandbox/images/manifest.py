@@ -30,7 +30,7 @@ class Layer:
     """One layer of an image."""
 
     digest: str
-    """Digest of the bytes as they are stored; empty if only those of the unpacked ones are known."""
+    """Digest of the stored (usually compressed) bytes; empty if only `diff_id` is known."""
     size: int
     """Bytes as stored; 0 if unknown."""
     diff_id: str
@@ -53,7 +53,7 @@ class ImageConfig:
 
 
 def this_platform() -> str:
-    """Return this machine's platform in OCI's words, e.g. linux/amd64."""
+    """Return this machine's platform as OCI writes it, e.g. linux/amd64."""
     return f"linux/{_ARCHITECTURES.get(platform.machine(), platform.machine())}"
 
 
@@ -62,20 +62,20 @@ def digest_of(data: bytes) -> str:
 
 
 def check_digest(data: bytes, digest: str, what: str) -> bytes:
-    """Return the data. Raises ImageError: they are not the ones that the digest names."""
+    """Return the data. Raises ImageError: the digest of the data is another one."""
     if digest and digest_of(data) != digest:
         raise ImageError(f"{what} is damaged: its digest is {digest_of(data)}, not {digest}")
     return data
 
 
 def document(data: bytes, what: str) -> dict[str, Any]:
-    """Parse one of the documents. Raises ImageError: it is no JSON object, or too large."""
+    """Parse an index, manifest or configuration. Raises ImageError: it is not a JSON object, or too large."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ImageError(f"{what} has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES} are read")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"{what} is no JSON: {type(error).__name__}") from None
+        raise ImageError(f"{what} is not JSON: {type(error).__name__}") from None
     if not isinstance(found, dict):
         raise ImageError(f"{what} is no JSON object")
     return found
@@ -89,7 +89,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
     """Return the digest of the manifest for a platform.
 
     Raises:
-        ImageError: there is none; the message lists the platforms that there are.
+        ImageError: the index has no manifest for it; the message lists the platforms that it has.
     """
     entries = _list(index, "manifests", what)
     named = [(_platform_of(entry.get("platform")), _digest(entry.get("digest"), what)) for entry in entries]
@@ -97,7 +97,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
         if has == wanted or has.startswith(f"{wanted}/"):
             return digest
     if len(named) == 1 and not named[0][0]:
-        return named[0][1]  # its configuration will say which platform it is for
+        return named[0][1]  # the only manifest: its configuration names the platform
     there = sorted({has for has, _ in named if has and not has.startswith("unknown")})
     raise ImageError(f"{what} is not built for {wanted}, only for {', '.join(there) or 'no platform'}")
 
@@ -123,7 +123,7 @@ def layers_of(manifest: Mapping[str, Any], config: ImageConfig, what: str) -> tu
     found = []
     for entry, diff_id in zip(entries, config.diff_ids, strict=True):
         if "encrypted" in str(entry.get("mediaType")):
-            raise ImageError(f"{what} has an encrypted layer: there is no key for it here")
+            raise ImageError(f"{what} has an encrypted layer: rayapp can't decrypt layers")
         size = entry.get("size")
         found.append(
             Layer(
@@ -147,7 +147,8 @@ def read_config(data: bytes, what: str) -> ImageConfig:
     workdir = str(inner.get("WorkingDir") or "/")
     if "\0" in workdir or not workdir.startswith("/"):
         raise ImageError(
-            f"the configuration of {what} has the working folder {workdir!r}: it must begin with /, without NUL"
+            f"the configuration of {what} has the working folder {workdir!r}: it must begin with / and contain no NUL "
+            "byte"
         )
     return ImageConfig(
         platform=_platform_of({key: found.get(key) for key in ("os", "architecture")}),

@@ -2,32 +2,38 @@
 
     name -> top document -> manifest for this platform -> configuration -> layers (several at once) -> tree -> record
 
-Each layer is downloaded and unpacked by one process at a time; others that need it wait for its lock and find it done.
-Blocking; call it in a thread.
+One process downloads and unpacks a layer; other processes that need the layer wait for its lock, and then find it
+unpacked. `pull` blocks; `ImageSource` calls it in threads. `build` builds a Dockerfile into the cache.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rayapp.core.errors import ImageError, SandboxError, SandboxUnavailableError
+from rayapp.core.errors import ImageError, SandboxError, SandboxUnavailableError, one_line
 from rayapp.sandbox.images import manifest as documents
 from rayapp.sandbox.images.manifest import ImageConfig, Layer
-from rayapp.sandbox.images.reference import Reference
+from rayapp.sandbox.images.reference import Reference, parse
 from rayapp.sandbox.images.sources import Source, open_source
-from rayapp.sandbox.images.store import Hold, Image, Store, blob_lock, layer_lock
+from rayapp.sandbox.images.store import Hold, Image, Store, blob_lock, layer_lock, open_store
 from rayapp.sandbox.local.inside.privileges import images_uid
 
+log = logging.getLogger(__name__)
 CODE_PATH = str(Path(__file__).resolve().parents[3])
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.images.unpack import main; main()"
 _MAX_FILES = 2_000_000
@@ -35,7 +41,7 @@ _TIMEOUT_S = 3600.0
 _MAX_ANSWER_BYTES = 64 << 20
 _AT_ONCE = 4
 _GUESSED_RATIO = 3
-"""Guessed size of a layer's files for each byte of the download, to evict before it is unpacked."""
+"""Estimated bytes of a layer's files for each downloaded byte: eviction makes this much room before unpacking."""
 _CHUNK = 1 << 20
 
 
@@ -44,17 +50,17 @@ class Wanted:
     """Settings of pulls."""
 
     platform: str = ""
-    """In OCI's words, e.g. linux/arm64; empty: this machine's."""
+    """Platform as OCI writes it, e.g. linux/arm64; empty for this machine's."""
     mirrors: Mapping[str, Sequence[str]] | None = None
-    """Registry -> hosts that are asked first."""
+    """Registry -> mirrors that are tried before it."""
     on_bytes: Callable[[int], None] = lambda _: None
     """Called with the size of each part that was downloaded, from several threads."""
 
 
 def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
-    """Return an image of the cache, held; bring it there if it is missing.
-
-    A name with a digest, and a built image, are taken from the cache without asking anybody. A tag is asked for.
+    """Return a `Hold` on an image of the cache; download and unpack the image first if it is missing.
+    A name with a digest and a built image need no request if they are in the cache. For a tag, the registry is asked
+    for the digest first.
 
     Raises:
         ImageError: the image is missing, damaged, too large, or for another platform.
@@ -76,12 +82,15 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
             pinned = reference.pinned(plan.digest) if reference.kind == "registry" else reference
             store.put(found, reference, *([pinned] if pinned != reference else []))
             return hold
-    raise SandboxUnavailableError(f"image {reference} was evicted again and again: the cache is too small")
+    raise SandboxUnavailableError(
+        f"image {reference} was evicted three times before it could be used: the cache is too small. Raise "
+        "sandbox.providers[].image_cache_gib"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What the documents say about an image."""
+    """Facts from an image's manifest and configuration."""
 
     reference: Reference
     digest: str
@@ -91,9 +100,9 @@ class _Plan:
 
 
 def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
-    """Return a name with the digest that it stands for now, without downloading the image. Errors are those of
-    `pull`."""
-    if reference.is_pinned:
+    """Return the name with its current digest, without downloading the image. A name with a digest is looked up, too.
+    Raises the errors of `pull`."""
+    if reference.kind != "registry":
         return reference
     wanted = wanted or Wanted()
     source = open_source(reference, wanted.mirrors or {})
@@ -119,10 +128,10 @@ def _resolve(source: Source, reference: Reference, platform: str) -> _Plan:
 
 
 def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], None]) -> None:
-    """Unpack an image into the cache. The layers are kept from eviction until its record is written."""
+    """Unpack an image into the cache. Its layers can't be evicted before the image's record is written."""
     stored = sum(layer.size for layer in plan.layers if store.layer(layer.diff_id) is None)
     if stored > store.max_bytes:
-        raise ImageError(_too_large(store, plan, f"{stored} bytes are to be downloaded"))
+        raise ImageError(_too_large(store, plan, f"its download has {stored} bytes"))
     store.make_room(_GUESSED_RATIO * stored)
     with contextlib.ExitStack() as kept, ThreadPoolExecutor(_AT_ONCE) as threads:
         jobs = [threads.submit(_layer, store, source, plan, layer, on_bytes) for layer in dict.fromkeys(plan.layers)]
@@ -131,14 +140,14 @@ def _bring(store: Store, source: Source, plan: _Plan, on_bytes: Callable[[int], 
             try:
                 kept.enter_context(job.result())
             except CancelledError:
-                continue  # of a layer that another one's problem kept from starting
+                continue  # never started, because another layer failed
             except SandboxError as error:
                 problems.append(error)
                 threads.shutdown(wait=False, cancel_futures=True)
         if problems:
             raise problems[0]
         if not store.make_room(0):
-            raise ImageError(_too_large(store, plan, "it is larger with what is in use"))
+            raise ImageError(_too_large(store, plan, "the images in use leave too little room"))
         _stack(store, plan)
 
 
@@ -150,7 +159,7 @@ def _too_large(store: Store, plan: _Plan, why: str) -> str:
 
 
 def _layer(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: Callable[[int], None]) -> IO[bytes]:
-    """Bring one layer, and return a file that keeps it from eviction until it is closed."""
+    """Download and unpack one layer. Return an open file: until it is closed, the layer can't be evicted."""
     name = layer_lock(layer.diff_id)
     while True:
         kept = store.keep(name)
@@ -167,8 +176,13 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
     stored = layer.digest or layer.diff_id
     with store.alone(blob_lock(stored)):
         blob = store.blob(stored)
+        was_begun = blob.exists()
         source.fetch(layer, blob, on_bytes)
         try:
+            if was_begun and not _is_whole(blob, layer):
+                # The part that an earlier pull left was bad: load the layer once more from its beginning.
+                blob.unlink()
+                source.fetch(layer, blob, on_bytes)
             _check_blob(blob, layer, what)
             with store.pending(store.layer_folder(layer.diff_id)) as folder:
                 most = {"max_bytes": store.max_bytes, "max_files": _MAX_FILES}
@@ -181,12 +195,18 @@ def _unpack(store: Store, source: Source, plan: _Plan, layer: Layer, on_bytes: C
 
 
 def _check_blob(blob: Path, layer: Layer, what: str) -> None:
-    if layer.digest in ("", layer.diff_id):
-        return  # the digest of the unpacked layer is checked instead
+    if not _is_whole(blob, layer):
+        raise ImageError(f"{what} is damaged: its digest is {_digest_of(blob)}, not {layer.digest}")
+
+
+def _is_whole(blob: Path, layer: Layer) -> bool:
+    """Return True if the bytes are the layer's, or if only the digest of the unpacked layer can tell."""
+    return layer.digest in ("", layer.diff_id, _digest_of(blob))
+
+
+def _digest_of(blob: Path) -> str:
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if layer.digest != f"sha256:{found}":
-        raise ImageError(f"{what} is damaged: its digest is sha256:{found}, not {layer.digest}")
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _stack(store: Store, plan: _Plan) -> None:
@@ -196,7 +216,7 @@ def _stack(store: Store, plan: _Plan) -> None:
     layers = [(str(store.layer_folder(each)), store.layer(each)) for each in config.diff_ids]
     settings = {"layers": layers, "user": config.user, "search_path": config.search_path}
     with store.alone(f"tree-{tree}"):
-        if (store.trees / tree).is_dir():  # of an image with the same layers, and perhaps another user
+        if (store.trees / tree).is_dir():  # another image with the same layers has made this tree
             facts = _in_child(store.trees / tree, what, store, {**settings, "layers": []})
         else:
             with store.pending(store.trees / tree) as folder:
@@ -236,7 +256,7 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
     try:
         said, errors = child.communicate(given.encode(), timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ImageError(f"{what} is not unpacked after {_TIMEOUT_S:g} s") from None
+        raise ImageError(f"{what} was not unpacked within {_TIMEOUT_S:g} s") from None
     finally:
         child.kill()
         child.wait()
@@ -249,3 +269,140 @@ def _in_child(target: Path, what: str, store: Store, job: Mapping[str, object]) 
     if "failed" in found:
         raise ImageError(f"{what} can't be unpacked into {store.folder}: {found['failed']}")
     return found
+
+
+_PULLS_AT_ONCE, _AHEAD_AT_ONCE = 4, 2
+
+
+class ImageSource:
+    """The cache of images for asyncio: holds images, and pulls missing ones in threads, each once at a time."""
+
+    def __init__(
+        self,
+        *,
+        folder: str = "",
+        max_gib: float = 50.0,
+        mirrors: Mapping[str, Sequence[str]] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            aliases: template -> template to use instead, e.g. a tag -> the digest that a run has pinned it to.
+        """
+        self._folder, self._max_gib = folder, max_gib
+        self._wanted = Wanted(mirrors=mirrors)
+        self._aliases = aliases or {}
+        self._opened: Store | None = None
+        self._pulls: dict[str, asyncio.Future[None]] = {}
+        self._ahead: deque[str] = deque()
+        self._num_ahead = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def store(self) -> Store:
+        """The cache, opened on first use. Raises ImageError: it can't be made."""
+        if self._opened is None:
+            self._opened = open_store(self._folder, self._max_gib)
+        return self._opened
+
+    @property
+    def trees(self) -> Path:
+        return self.store.trees
+
+    async def hold(self, template: str) -> Hold:
+        """Return a `Hold` on the image of a template; pull the image first if it is missing.
+        A pull continues if its caller is cancelled.
+
+        Raises:
+            ImageError: the image is missing, damaged, too large, or for another platform.
+            SandboxUnavailableError: its registry can't be reached.
+        """
+        reference = parse(self._aliases.get(template, template))
+        while True:
+            if (found := self.store.named(reference)) is not None and (hold := self.store.hold(found)) is not None:
+                return hold
+            await asyncio.shield(self._pull(template))
+
+    def find(self, template: str) -> Image | None:
+        """Return the image of a template if it is in the cache."""
+        return self.store.named(parse(self._aliases.get(template, template)))
+
+    def prefetch(self, templates: Sequence[str]) -> None:
+        """Pull missing images in the background, in this order, two at a time: an image that a sandbox waits for never
+        waits for them. A failure is raised only when the image is used."""
+        self._ahead.extend(template for template in templates if template not in self._ahead)
+        self._pull_ahead()
+
+    def _pull_ahead(self) -> None:
+        while self._ahead and self._num_ahead < _AHEAD_AT_ONCE:
+            template = self._ahead.popleft()
+            if self.find(template) is None and template not in self._pulls:
+                self._num_ahead += 1
+                self._pull(template).add_done_callback(self._pulled_ahead)
+
+    def _pulled_ahead(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.warning("an image that will be needed was not pulled: %s", error)
+        self._num_ahead -= 1
+        self._pull_ahead()
+
+    def _pull(self, template: str) -> asyncio.Future[None]:
+        if template not in self._pulls:
+            self._threads = self._threads or ThreadPoolExecutor(_PULLS_AT_ONCE, thread_name_prefix="pull-image")
+            reference = parse(self._aliases.get(template, template))
+            loop = asyncio.get_running_loop()
+            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference, self._wanted).release())
+            task.add_done_callback(lambda _: self._pulls.pop(template, None))
+            self._pulls[template] = task
+        return self._pulls[template]
+
+
+TOOLS = ("buildah", "podman", "docker")
+"""Tools that build Dockerfiles, in the order in which they are looked for. A tool runs the Dockerfile's commands with
+its own network and isolation: build only what you would build by hand."""
+
+
+def build(store: Store, folder: Path, name: str, *, tool: str = "", options: Sequence[str] = ()) -> Image:
+    """Build a folder's Dockerfile and unpack the image into the cache as `image:build:NAME`. The tool inherits this
+    process's stdout and stderr.
+
+    Args:
+        tool: one of `TOOLS`; empty takes the first one that is installed.
+        options: passed to the tool's build command.
+    Raises:
+        ImageError: no tool is installed, or the build failed.
+    """
+    reference = parse(f"build:{name}")
+    if not (folder / "Dockerfile").is_file():
+        raise ImageError(f"image {reference}: there is no {folder / 'Dockerfile'}")
+    chosen = tool or next((each for each in TOOLS if shutil.which(each)), "")
+    if not chosen or shutil.which(chosen) is None:
+        known = ", ".join(TOOLS)
+        raise ImageError(
+            f"image {reference} can't be built: {f'{chosen} is not' if chosen else f'none of {known} is'} installed"
+        )
+    with tempfile.TemporaryDirectory(prefix="rayapp-build-") as place:
+        tag, archive = f"rayapp.local/{name.lower()}:built", f"{place}/image.tar"
+        for argv in _commands(chosen, folder, tag, archive, options):
+            _run(argv, f"image {reference}")
+        with pull(store, parse(f"archive:{archive}")) as hold:
+            store.put(hold.image, reference)
+            return hold.image
+
+
+def _commands(tool: str, folder: Path, tag: str, archive: str, options: Sequence[str]) -> list[list[str]]:
+    """Return the commands that build an image and write it to an archive."""
+    if tool == "buildah":
+        return [
+            ["buildah", "build", "-t", tag, *options, str(folder)],
+            ["buildah", "push", tag, f"oci-archive:{archive}"],
+        ]
+    form = ["--format", "oci-archive"] if tool == "podman" else []
+    return [[tool, "build", "-t", tag, *options, str(folder)], [tool, "save", *form, "-o", archive, tag]]
+
+
+def _run(argv: Sequence[str], what: str) -> None:
+    try:
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ImageError(f"{what} can't be built: {one_line(error)}") from error

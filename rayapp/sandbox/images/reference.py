@@ -1,4 +1,4 @@
-"""Names of images, as `SandboxSpec.template` and the command line have them. Pure.
+"""Parses names of images, as they stand in `SandboxSpec.template` and on the command line. Pure.
 
 image:REGISTRY/NAME[:TAG][@sha256:…]    from a registry; without a registry, Docker's
 image:oci:FOLDER[:TAG]                  a folder in OCI's image layout
@@ -50,7 +50,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """True if this name means the same image for ever, or lies in this machine's own files."""
+        """True if no registry can change what this name means: it has a digest, or is a file of this machine."""
         return bool(self.digest) or self.kind != "registry"
 
     def pinned(self, digest: str) -> Reference:
@@ -66,7 +66,7 @@ def parse(text: str) -> Reference:
     """Parse a name, with or without `image:` before it.
 
     Raises:
-        ImageError: it is not a name of an image.
+        ImageError: the text is not the name of an image.
     """
     rest = text.removeprefix(PREFIX)
     for kind in ("oci", "archive", "build"):
@@ -74,7 +74,7 @@ def parse(text: str) -> Reference:
             return _local(kind, rest.removeprefix(f"{kind}:"), text)
     named, at, digest = rest.partition("@")
     if at and not _DIGEST.fullmatch(digest):
-        raise ImageError(f"image {text!r}: {digest!r} is no digest; write sha256: and 64 hexadecimal digits")
+        raise ImageError(f"image {text!r}: {digest!r} is not a digest; write sha256: and 64 hexadecimal digits")
     host, slash, path = named.partition("/")
     if not slash or not ("." in host or ":" in host or host == "localhost"):
         host, path = _DOCKER, named
@@ -82,7 +82,9 @@ def parse(text: str) -> Reference:
     if host == _DOCKER and "/" not in repository:
         repository = f"{_DOCKER_OFFICIAL}{repository}"
     if not (_REGISTRY.fullmatch(host) and _REPOSITORY.fullmatch(repository)) or (colon and not _TAG.fullmatch(tag)):
-        raise ImageError(f"image {text!r} is no name of an image; write REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:…")
+        raise ImageError(
+            f"image {text!r} is not the name of an image; write REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:…"
+        )
     if not (tag or digest):
         tag = _LATEST
     return Reference(kind="registry", registry=host, name=repository, tag=tag, digest=digest)
@@ -91,9 +93,11 @@ def parse(text: str) -> Reference:
 def _local(kind: Kind, rest: str, text: str) -> Reference:
     if kind == "build":
         if not _OWN.fullmatch(rest):
-            raise ImageError(f"image {text!r}: a built image is named by letters, digits, `.`, `_`, `-` and `@`")
+            raise ImageError(
+                f"image {text!r}: the name of a built image may have only letters, digits, `.`, `_`, `-` and `@`"
+            )
         return Reference(kind=kind, name=rest)
-    # A colon in the last part separates the tag: paths rarely have one there, and can be written without.
+    # A colon in the last component separates the tag. Few files have a colon in their name.
     folder, slash, last = rest.rpartition("/")
     file, _, tag = last.partition(":")
     if not file:

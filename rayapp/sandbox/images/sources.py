@@ -1,20 +1,21 @@
-"""Where images come from: a registry, a folder in OCI's layout, or an archive. All are read through `Source`.
+"""Reads images from a registry, a folder in OCI's layout, or an archive, all through the interface `Source`.
 
     Source.top() -> index or manifest -> Source.document(digest) -> Source.fetch(layer) -> a file
 
-Registries are asked through `oras`, which reads credentials from Docker's `config.json` and its helpers. Here are the
-parts that it lacks: time limits, mirrors, resumed downloads. Callers check digests, except the ones that `fetch` needs.
+Requests to registries go through `oras`, which reads credentials from Docker's `config.json` and its helpers. This
+module adds time limits, mirrors and resumed downloads. Callers check digests, except those that `fetch` needs.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.core.http import pauses_s
@@ -23,25 +24,26 @@ from rayapp.sandbox.images.reference import Reference
 
 _CHUNK = 1 << 20
 _CONNECT_S, _READ_S = 10.0, 60.0
-_ATTEMPTS = 5
+_ATTEMPTS, _ATTEMPTS_AT_DOCUMENTS = 6, 3
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _DOCKER_API, _DOCKER_KEY = "registry-1.docker.io", "https://index.docker.io/v1/"
-"""Docker's registry has another host for its API, and another name in config.json."""
+"""Docker's registry has its API at this host, and its credentials in config.json under this key."""
 _NAME = "org.opencontainers.image.ref.name"
 OnBytes = Callable[[int], None]
+T = TypeVar("T")
 
 
 class Source(Protocol):
     """One image in one place."""
 
     def top(self) -> bytes:
-        """Return the index or manifest that the image's name stands for. Raises ImageError: there is none."""
+        """Return the index or manifest of the image's name. Raises ImageError: the image does not exist."""
 
     def document(self, digest: str, *, is_manifest: bool) -> bytes:
-        """Return a manifest, or a configuration. Raises ImageError: it is missing."""
+        """Return the bytes of a manifest or a configuration. Raises ImageError: the document is missing."""
 
     def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        """Write a layer's stored bytes to a file; go on where an earlier call broke off.
+        """Write a layer's stored bytes to a file; continue an earlier download if the file has its first part.
 
         Raises:
             ImageError: the layer is missing or damaged.
@@ -53,7 +55,7 @@ def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> S
     """Return the source of an image.
 
     Args:
-        mirrors: registry -> hosts that are asked first, in order; `http://HOST` is asked without TLS.
+        mirrors: registry -> mirrors that are tried before it, in order; `http://HOST` is used without TLS.
     """
     match reference.kind:
         case "registry":
@@ -62,7 +64,7 @@ def open_source(reference: Reference, mirrors: Mapping[str, Sequence[str]]) -> S
             return FolderSource(reference, Path(reference.name))
         case "archive":
             return _archive(reference)
-    raise ImageError(f"{reference} is not in the cache: `rayapp images build` makes it")
+    raise ImageError(f"{reference} is not in the cache: build it with `rayapp images build`")
 
 
 class RegistrySource:
@@ -78,23 +80,32 @@ class RegistrySource:
         return self.document(self._reference.digest or self._reference.tag, is_manifest=True)
 
     def document(self, digest: str, *, is_manifest: bool) -> bytes:
-        with self._asked(f"{'manifests' if is_manifest else 'blobs'}/{digest}") as answer:
+        return self._retried(
+            lambda: self._document(f"{'manifests' if is_manifest else 'blobs'}/{digest}"),
+            f"image {self._reference}",
+            _ATTEMPTS_AT_DOCUMENTS,
+        )
+
+    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
+        self._retried(lambda: self._continue(layer, target, on_bytes), self._what(layer), _ATTEMPTS)
+
+    def _retried(self, work: Callable[[], T], what: str, attempts: int) -> T:
+        """Do the work; again, after a pause, if the connection breaks or no host answers."""
+        for pause_s in itertools.islice(pauses_s(1.0, 10.0), attempts - 1):
+            try:
+                return work()
+            except (OSError, SandboxUnavailableError):
+                time.sleep(pause_s)
+        try:
+            return work()
+        except OSError as error:
+            raise SandboxUnavailableError(f"{what} can't be downloaded: {one_line(error)}") from error
+
+    def _document(self, path: str) -> bytes:
+        with self._asked(path) as answer:
             if answer is not None:
                 return _read(answer.raw, str(self._reference))
         raise ImageError(f"image {self._reference} is not in {self._hosts[-1]}: check its name")
-
-    def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        for pause_s in [*list(zip(pauses_s(1.0, 10.0), range(_ATTEMPTS), strict=False)), None]:
-            try:
-                self._continue(layer, target, on_bytes)
-            except OSError as error:
-                if pause_s is None:
-                    raise SandboxUnavailableError(
-                        f"{self._what(layer)} can't be downloaded: {one_line(error)}"
-                    ) from error
-                time.sleep(pause_s[0])
-            else:
-                return
 
     def _continue(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
         with target.open("ab") as file:
@@ -110,11 +121,13 @@ class RegistrySource:
                     begun = 0
                 _copy(answer.raw, file, layer.size - begun if layer.size else None, on_bytes)
             if layer.size and file.tell() != layer.size:
-                raise ConnectionError(f"{file.tell()} of {layer.size} bytes came")
+                raise ConnectionError(f"{file.tell()} of {layer.size} bytes arrived")
 
     @contextmanager
     def _asked(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[Any]:
-        """Yield the answer of the first host that has this path; None if all say that they lack it."""
+        """Yield the response of the first host that has this path; None if every host answers that the path does not
+        exist.
+        """
         import requests
 
         problem, status = "", 0
@@ -124,7 +137,7 @@ class RegistrySource:
             except requests.RequestException as error:
                 problem, status = one_line(error), 0
                 continue
-            except (ValueError, AttributeError):  # of oras: it has no credentials for this host
+            except (ValueError, AttributeError):  # raised by oras if it has no credentials for this host
                 status = 401
                 continue
             status, problem = answer.status_code, f"it answered {answer.status_code}"
@@ -138,13 +151,13 @@ class RegistrySource:
                 "`docker login` (or write ~/.docker/config.json)"
             )
         if status != 404:
-            raise SandboxUnavailableError(f"image {self._reference}: {self._hosts[-1]} can't be asked: {problem}")
+            raise SandboxUnavailableError(f"image {self._reference}: {self._hosts[-1]} can't be reached: {problem}")
         yield None
 
     def _ask(self, host: str, path: str, headers: Mapping[str, str]) -> Any:
         client = self._client(host)
         url = f"{client.prefix}://{_bare(host)}/v2/{self._reference.name}/{path}"
-        # Without oras's decorator, which repeats failed calls for two minutes before it says so.
+        # Bypass oras's decorator, which repeats failed calls for two minutes before it raises.
         ask = type(client).do_request.__wrapped__
         accepted = {"Accept": ", ".join(MANIFEST_TYPES)} if path.startswith("manifests/") else {}
         return ask(client, url, "GET", headers={**accepted, **headers, "Accept-Encoding": "identity"}, stream=True)
@@ -256,7 +269,7 @@ class ArchiveSource:
         return self._small(_blob(digest))
 
     def fetch(self, layer: Layer, target: Path, on_bytes: OnBytes) -> None:
-        # An archive is read at one place at a time, and layers are fetched by several threads.
+        # Open the archive again in each call: layers are fetched by several threads, and an open file has one position.
         with tarfile.open(self._archive.name) as own, target.open("wb") as file:
             _copy(_member(own, self.path_of(layer), self._reference), file, None, on_bytes)
 
@@ -268,7 +281,7 @@ class ArchiveSource:
 
 
 class SavedSource(ArchiveSource):
-    """An image in an archive of `docker save`, before Docker 25. Its layers have no digests until they are unpacked."""
+    """An image in an archive of `docker save` before Docker 25, which has no digests of the stored layers."""
 
     def __init__(self, reference: Reference, archive: tarfile.TarFile) -> None:
         super().__init__(reference, archive)
@@ -312,7 +325,7 @@ def _archive(reference: Reference) -> ArchiveSource:
         return ArchiveSource(reference, archive)
     if "manifest.json" in names:
         return SavedSource(reference, archive)
-    raise ImageError(f"{reference.name} is no archive of an image: it has neither index.json nor manifest.json")
+    raise ImageError(f"{reference.name} is not an archive of an image: it has neither index.json nor manifest.json")
 
 
 def _member(archive: tarfile.TarFile, path: str, reference: Reference) -> IO[bytes]:
@@ -330,7 +343,7 @@ def _blob(digest: str) -> str:
 
 
 def _named_in(index: bytes, reference: Reference) -> bytes:
-    """Return the part of a layout's index that a name means: one entry, as an index of its own."""
+    """Return a layout's index with only the entry that a name selects."""
     import json
 
     found = document(index, f"the index of image {reference}")

@@ -2,13 +2,14 @@
 
     layers/HASH/, layers/HASH.json    an unpacked layer, named by the digest of its uncompressed archive
     trees/CHAIN/                      an image's whole file system: hard links to its layers' files
-    images/CHAIN-….json               a record for each image: its tree, user, environment; its time is the last use
-    names/HASH.json                   the image that a name stood for when it was last pulled
-    blobs/HASH.part                   a download that may be continued
-    locks/                            one lock file for each of these
+    images/CHAIN-….json               a record for each image: its tree, user, environment; its modification time is
+    that of the last use names/HASH.json                   the image that a name stood for when it was last pulled
+    blobs/HASH.part                   a download that may be continued locks/                            one lock file
+    for each of these
 
-Everything gets its name last, by a rename after its content is on disk: what has a name is whole. Whoever reads a layer
-or a tree holds a shared lock on it, and eviction takes only what it can lock alone.
+Everything is written under a temporary name and renamed after its content is on disk, so that a layer, tree or record
+under its final name is complete. Readers of a layer or tree hold a shared lock on it; eviction removes only those on
+which it gets an exclusive lock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rayapp.sandbox.local.levels import kernel
 _GIB = 1 << 30
 _PENDING = ".pending"
 FORMAT = 1
-"""Raised when a record or a tree changes, so that an older cache is made anew."""
+"""Version of the records and trees. If it differs, an older cache is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +89,17 @@ class Store:
 
     @property
     def trees(self) -> Path:
-        """Folder of the trees, which zygotes show to nobody but mount from."""
+        """Folder of the trees. Zygotes mount trees from it; sandboxes don't see the folder itself."""
         return self.folder / "trees"
 
     def prepare(self) -> Self:
-        """Make the folder. Raises ImageError: this user can't."""
+        """Make the cache's folder. Raises ImageError: this user has no right to."""
         try:
             for name in ("layers", "trees", "images", "names", "blobs", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             if os.geteuid() == 0:
-                # Sandboxes run as the images' user, which has to pass; other users need not read private images.
+                # Let the images' user, as which sandboxes run, enter the folder; other users must not read private
+                # images.
                 os.chown(self.folder, 0, images_uid())
                 self.folder.chmod(0o710)
         except OSError as error:
@@ -120,7 +122,7 @@ class Store:
         return Image(**{**found, "layers": tuple(found["layers"]), "env": tuple(map(tuple, found["env"]))})
 
     def named(self, reference: Reference) -> Image | None:
-        """Return the image that a name stands for here; None if it was never pulled."""
+        """Return the image that was pulled under a name; None if there is none."""
         if reference.kind == "registry" and reference.digest:
             digest = self._resolved(reference) or reference.digest
         else:
@@ -150,7 +152,7 @@ class Store:
         return sorted(found, key=lambda each: each[1])
 
     def names(self) -> dict[str, str]:
-        """Return every known name with the digest that it stands for."""
+        """Return every known name with the digest of its image."""
         found = {}
         for path in (self.folder / "names").glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -161,7 +163,7 @@ class Store:
     # Holding and locking
 
     def hold(self, image: Image) -> Hold | None:
-        """Hold an image, and note its use; None if it was evicted meanwhile."""
+        """Return a `Hold` on an image, and update its time of last use; return None if it was evicted meanwhile."""
         file = self._lock_file(f"tree-{image.tree}").open("ab")
         fcntl.flock(file, fcntl.LOCK_SH)
         if self.image(image.digest) is None:
@@ -173,7 +175,7 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Hold a lock that no other process or thread holds meanwhile; waits for it."""
+        """Hold an exclusive lock for the length of the block, after waiting for it."""
         with self._lock_file(name).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -198,7 +200,7 @@ class Store:
     # Layers
 
     def layer(self, diff_id: str) -> dict[str, Any] | None:
-        """Return the facts about an unpacked layer; None if it isn't here."""
+        """Return the facts about an unpacked layer; None if the layer isn't in the cache."""
         try:
             found: dict[str, Any] = json.loads(self._layer_record(diff_id).read_text())
         except (OSError, ValueError):
@@ -209,12 +211,14 @@ class Store:
         return self.folder / "layers" / _hex(diff_id)
 
     def blob(self, digest: str) -> Path:
-        """Return the path of a download, which may be there in part."""
+        """Return the path of a download. The file may be missing or incomplete."""
         return self.folder / "blobs" / f"{_hex(digest)}.part"
 
     @contextlib.contextmanager
     def pending(self, target: Path) -> Iterator[Path]:
-        """Yield an empty folder to fill; it becomes `target`, on disk, if the block succeeds, else it is removed."""
+        """Yield an empty folder. If the block succeeds, the folder is synced and renamed to `target`, otherwise
+        removed.
+        """
         making = target.with_name(f"{target.name}{_PENDING}-{os.getpid()}-{os.urandom(4).hex()}")
         making.mkdir(mode=0o755)
         try:
@@ -234,7 +238,9 @@ class Store:
     # Size and eviction
 
     def num_bytes(self) -> int:
-        """Return the bytes of all unpacked layers. Trees are links to them, and blobs last only as long as a pull."""
+        """Return the bytes of all unpacked layers. Trees are hard links to the layers' files, and downloads are removed
+        after a pull.
+        """
         total = 0
         for path in (self.folder / "layers").glob("*.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -255,7 +261,7 @@ class Store:
             return self.num_bytes() + num_bytes <= self.max_bytes
 
     def prune(self, *, unused_s: float = 0.0) -> list[Image]:
-        """Remove the images that nothing holds and nothing has used for this long, and what cut pulls left."""
+        """Remove the images that are not held and were not used for this long, and leftovers of interrupted pulls."""
         with self.alone("cache"):
             before = time.time() - unused_s
             gone = [image for image, used in self.images() if used <= before and self._evict(image)]
@@ -273,7 +279,7 @@ class Store:
             return is_unused
 
     def _remove_layers(self) -> None:
-        """Remove the layers of no image, except those that a pull has just unpacked."""
+        """Remove layers that belong to no image, except those that a pull has just unpacked."""
         used = {_hex(diff_id) for image, _ in self.images() for diff_id in image.layers}
         for path in (self.folder / "layers").glob("*.json"):
             if path.stem in used:
@@ -284,7 +290,7 @@ class Store:
                     _remove(path.with_suffix(""))
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed processes left: their locks are gone with them."""
+        """Remove temporary files of killed processes: the kernel has released their locks."""
         for path in (*self.folder.glob(f"*/*{_PENDING}-*"), *(self.folder / "blobs").iterdir()):
             name = path.name.partition(_PENDING)[0].removesuffix(".part")
             kind = "tree" if path.parent == self.trees else "layer" if path.parent.name == "layers" else "blob"
@@ -314,7 +320,7 @@ def blob_lock(digest: str) -> str:
 
 
 def default_folder() -> Path:
-    """Return the cache's folder if no key names one. Root's home is closed to the sandboxes' users."""
+    """Return the default folder of the cache. For root it is not below its home, which sandboxes' users can't enter."""
     if os.geteuid() == 0:
         return Path("/var/cache/rayapp/images")
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayapp/images"
@@ -335,7 +341,7 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write the file system of a folder to disk: thousands of files at once, instead of one after the other."""
+    """Sync the whole file system of a folder, which is faster than fsync for thousands of files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         kernel.syncfs(descriptor)

@@ -9,7 +9,7 @@ All files belong to one user, so the owner's rights to read and write are added,
 bits, device nodes and extended attributes are dropped.
 """
 
-# Paths are relative to descriptors, hence os and not pathlib.
+# Paths here are relative to folder descriptors, which pathlib can't use.
 # ruff: noqa: PTH115, PTH120
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _MEMORY_BYTES = 2 << 30
 _CHUNK = 1 << 20
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _WINDOW_LOG = 27
-"""Largest window of a zstd layer, as a power of two: what zstd itself accepts unasked."""
+"""Largest window of a zstd layer, as a power of two: the default limit of zstd."""
 _RESOLVE_IN_ROOT, _RESOLVE_NO_MAGICLINKS = 0x10, 0x02
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _PYTHON = "python3"
 
 
 class BadLayerError(Exception):
-    """A layer that is damaged, hostile or too large; the text says in which way."""
+    """A damaged, hostile or too large layer; the message says which of these."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Unpacked:
-    """Facts about an unpacked layer that its files don't hold."""
+    """Facts about an unpacked layer that can't be read from its files."""
 
     diff_id: str = ""
     num_bytes: int = 0
@@ -70,7 +70,7 @@ def open_in(root: int, path: str, flags: int) -> int:
     """Open a path as if the folder `root` were the root of the file system.
 
     Raises:
-        OSError: as os.open; symbolic links lead nowhere else.
+        OSError: as os.open; symbolic links can't lead out of `root`.
     """
     how = struct.pack("<QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     return kernel.syscall(
@@ -164,12 +164,12 @@ def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unp
                 if layer.facts.num_files > max_files:
                     raise BadLayerError(f"it has more than {max_files} files")
                 layer.add(member, archive)
-                archive.members = []  # otherwise a million of them stay in memory
+                archive.members = []  # otherwise tarfile keeps every entry in memory
         while stream.read(_CHUNK):
             pass
         layer.finish()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise BadLayerError(f"it is no archive of a layer: {type(error).__name__}: {error}") from error
+        raise BadLayerError(f"it is not a layer's archive: {type(error).__name__}: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -184,11 +184,11 @@ class _Layer:
     def __init__(self, root: int, max_bytes: int) -> None:
         self._root = root
         self._bytes_left = max_bytes
-        """Sparse files are larger than their part of the archive."""
+        """Counted here as well: a sparse file is larger than its part of the archive."""
         self._folder = ("", os.dup(root))
-        """The folder of the last entry, as most entries lie in the same one."""
+        """Path and descriptor of the last entry's folder: most entries are in the same folder as the one before."""
         self._modes: dict[str, tuple[int, float]] = {}
-        """Mode and time of each folder, set at the end, as filling a folder changes its time."""
+        """Mode and time of each folder. They are set at the end, because filling a folder changes its time."""
         self.facts = Unpacked()
 
     def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
@@ -265,7 +265,7 @@ class _Layer:
             return
         remove(folder, name, is_folder=stat.S_ISDIR(found.st_mode))
         if stat.S_ISDIR(found.st_mode):
-            self._folder = ("/", self._folder[1])  # it may lie in the removed one
+            self._folder = ("/", self._folder[1])  # the remembered folder may be below the removed one
 
     def _make_folder(self, folder: int, path: str, name: str, member: tarfile.TarInfo) -> None:
         try:
@@ -317,9 +317,8 @@ class _Layer:
 
 def clean(path: str) -> str:
     """Return an archive's path without a leading slash or dots.
-
     Raises:
-        BadLayerError: it leads upwards, or too deep.
+        BadLayerError: the path leads out of its folder, or has too many components.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
@@ -348,7 +347,9 @@ def stack(layers: list[tuple[int, Unpacked]], root: int) -> None:
 
 
 def _stack_folder(source: int, target: int, root: int, path: str, implicit: frozenset[str]) -> None:
-    """Add a layer's folder to the tree's folder. Descriptors: no link in the tree is followed, except in the tree."""
+    """Add a layer's folder to the tree's folder. `source`, `target` and `root` are descriptors: no link leads out of
+    the tree.
+    """
     entries = [(name, os.lstat(name, dir_fd=source)) for name in os.listdir(source)]
     for name, _ in entries:
         if name == OPAQUE:
@@ -381,7 +382,7 @@ def _enter_in_tree(target: int, root: int, name: str, linked: str) -> int:
     """Return a descriptor of a folder in the tree, made if it is missing.
 
     Args:
-        linked: its path, if a link that lies there is to be followed; empty if it is to be replaced.
+        linked: path of the folder, to follow a symbolic link found there; empty to replace such a link.
     """
     try:
         mode = os.lstat(name, dir_fd=target).st_mode
@@ -391,7 +392,7 @@ def _enter_in_tree(target: int, root: int, name: str, linked: str) -> int:
         try:
             return open_in(root, linked, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            pass  # it leads nowhere: replaced
+            pass  # the link is dangling: replace it
     if not stat.S_ISDIR(mode):
         if mode:
             remove(target, name, is_folder=False)
@@ -409,7 +410,7 @@ def _hard_link(source: int, target: int, name: str) -> None:
 
 
 def _copy_file(source: int, target: int, name: str) -> None:
-    """Copy a file that has as many links as the file system allows."""
+    """Copy a file instead of linking it, because it has as many links as the file system allows."""
     with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source), "rb") as original:
         facts = os.fstat(original.fileno())
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
@@ -441,7 +442,7 @@ def _remove_any(folder: int, name: str) -> None:
 
 
 def _make_mount_point(root: int, name: str) -> None:
-    """Make a folder that is really there: a mount would follow a link to wherever it leads outside."""
+    """Make a real folder, not a symbolic link: a mount would follow the link out of the tree."""
     try:
         if stat.S_ISDIR(os.lstat(name, dir_fd=root).st_mode):
             return
@@ -486,7 +487,9 @@ def _records(root: int, path: str, num_fields: int) -> Iterator[list[str]]:
 
 
 def python_in(root: int, search_path: str) -> str:
-    """Return the path of the image's python3, 3.9 or newer as far as its file's name says; empty if it has none."""
+    """Return the path of the image's python3; empty if it has none, or one whose file name says that it is older than
+    3.9.
+    """
     for folder in search_path.split(":"):
         path = f"{folder.rstrip('/')}/{_PYTHON}"
         try:
@@ -515,7 +518,7 @@ def _is_usable(root: int, file: str) -> bool:
 
 
 def main() -> None:
-    """Do one job, read from standard input, and print its result (the program of the child process)."""
+    """Run as the child process: read one job from standard input, do it, and print its result."""
     job = json.load(sys.stdin)
     try:
         found = _do(job)
@@ -529,7 +532,7 @@ def main() -> None:
 def _do(job: dict[str, Any]) -> dict[str, object]:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0)
-    # Opened before this process leaves root: the cache may lie where only root may enter.
+    # Open it before this process gives up root: only root may be allowed to enter the cache's parent folders.
     folder = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     blob = Path(job["blob"]).open("rb") if "blob" in job else None  # noqa: SIM115  (this process ends with it)
     root = os.open(job["target"], folder)
@@ -550,8 +553,9 @@ def _do(job: dict[str, Any]) -> dict[str, object]:
 
 
 def _confine(folders: list[int]) -> None:
-    """Let this process write only below these folders, if the kernel has Landlock. A hard link needs rights at both of
-    its ends."""
+    """Let this process write only below these folders, if the kernel has Landlock. A hard link needs rights on the
+    source's and on the target's folder.
+    """
     from backports import zstd  # noqa: F401  (loaded now: no file can be opened afterwards)
 
     if landlock.abi() < 1:

@@ -8,8 +8,8 @@ returns an empty list, so the tests run each attack without isolation too, where
 must-reach`). The doctor changes nothing on the node, unless an attack breaks out of its sandbox.
 
 `Canary` makes decoys on this machine that candidate code must neither reach nor change: a secret file, folders and
-files that everyone may write, listening sockets of every kind, shared memory, and a neighbour: a process of the
-sandbox's own user with a secret in its environment.
+files that everyone may write, listening sockets of every kind, shared memory, and a process of the sandbox's own user
+with a secret in its environment.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Required end of an attack if the sandbox holds. All given fields apply. Without fields the attack must return an
-    empty list."""
+    """Required end of an attack if the sandbox withstands it. All given fields apply; without fields the attack must
+    return an empty list."""
 
     stopped: tuple[str, ...] = ()
     """Causes: the sandbox must have stopped the attack for one of them."""
@@ -305,9 +305,10 @@ class Attack:
     needs: tuple[str, ...] = ()
     """Parts of the canary that the attack needs besides the ones that are always present."""
     also_held: tuple[str, ...] = ()
-    """Names of exceptions that also mean that the attack was refused."""
-    only_without_image: bool = False
-    """True if it looks for this machine's files, user or variables; an image has others, which code may change."""
+    """Names of further exceptions that mean that the attack was refused."""
+    on_image: Literal["same", "any-end", "never"] = "same"
+    """Required result on an image: the same; any, as only the decoys and the next program count (code may change its
+    image); or never run, for the reason in `because`."""
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
 
@@ -413,7 +414,7 @@ async def run_doctor(
             for attack in load_attacks()
             if attack.family in families
             and attack.is_for(sandbox.isolation)
-            and not (template and attack.only_without_image)
+            and not (template and attack.on_image == "never")
         ]
         with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
@@ -431,29 +432,33 @@ async def run_doctor(
 async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> AttackResult:
     """Run one attack, then an honest program, then check what must not have changed."""
     try:
-        facts = {**canary.facts, **await _earlier_execution(sandbox, attack)}
+        facts = {**canary.facts, "has_image": sandbox.has_image, **await _earlier_execution(sandbox, attack)}
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
-        problems = [*judge(attack, report), *canary.damage(), *await _honest_problems(sandbox)]
+        problems = [
+            *judge(attack, report, on_image=sandbox.has_image),
+            *canary.damage(),
+            *await _honest_problems(sandbox),
+        ]
     except SandboxError as error:
         # Count this as a finding: code that can end its own sandbox may end other sandboxes too.
         problems = [f"the sandbox failed: {error}"]
     return AttackResult(name=attack.name, passed=not problems, found="; ".join(problems))
 
 
-def judge(attack: Attack, report: CallReport) -> list[str]:
+def judge(attack: Attack, report: CallReport, *, on_image: bool = False) -> list[str]:
     """Return the differences between an attack's end and its expected end; empty if the sandbox held."""
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
     within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
     if ran.duration_s > within_s:
         problems.append(f"took {ran.duration_s:.2f} s, at most {within_s:g} s were allowed")
-    if expect.any_end:
+    if expect.any_end or (on_image and attack.on_image == "any-end"):
         return problems
     if expect.stopped:
         if ran.stopped_for is None or ran.stopped_for.value not in expect.stopped:
             problems.append(f"ended with {ran.stopped_for or ran.outcome}, not stopped for {', '.join(expect.stopped)}")
     elif expect.ended:
-        problems += [f"it went on and returned {call.value!r}"] if call.ok else []
+        problems += [f"it was not stopped and returned {call.value!r}"] if call.ok else []
     elif call.ok:
         problems += (
             [f"reached {', '.join(map(str, call.value))}"] if isinstance(call.value, list) and call.value else []

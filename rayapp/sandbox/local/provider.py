@@ -2,26 +2,36 @@
 
     LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
-A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of it, so
-nothing of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and end
-every process that they started.
+A zygote is a warm interpreter. It outlives the sandboxes that it serves: every execution is a fresh fork of the zygote,
+so no state of one lease reaches the next. When the provider's process dies, its zygotes see their channels close, and
+end every process that they started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxDeadlineError, SandboxQuotaError
+from rayapp.core.errors import (
+    IsolationUnavailableError,
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxQuotaError,
+)
 from rayapp.core.machine import num_cores
 from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.images.reference import is_image
-from rayapp.sandbox.images.source import ImageSource
-from rayapp.sandbox.images.store import Hold
+from rayapp.sandbox.images.store import Hold, Image
+from rayapp.sandbox.images.unpack import MOUNT_POINTS
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
@@ -75,12 +85,71 @@ class _Living:
 
 
 def why_no_images(refused: Mapping[str, str]) -> str:
-    """Return why this node has no sandboxes on images, given the levels that it refused."""
+    """Return why this node can't run sandboxes on images, given its refused levels."""
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
-        f"this node's sandboxes can have no image as their root ({steps}): that takes user namespaces and Linux 5.11. "
-        "Allow them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
+        f"this node can't run sandboxes on images ({steps}): they need user namespaces and Linux 5.11. "
+        f"{_what_this_node_needs()}, or use a remote provider (docs/sandboxes.md)"
     )
+
+
+_NAMESPACE_SETTINGS = {
+    "user/max_user_namespaces": "0",
+    "kernel/unprivileged_userns_clone": "0",
+    "kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+"""Settings of kernels, with the value that forbids user namespaces to ordinary users."""
+
+
+def _what_this_node_needs() -> str:
+    """Return the change that would permit user namespaces, as far as this process can see the obstacle."""
+    for name, forbidding in _NAMESPACE_SETTINGS.items():
+        path = Path("/proc/sys", name)
+        if path.exists() and path.read_text().strip() == forbidding:
+            return f"Change the node's sysctl {name.replace('/', '.')}, which is {forbidding}"
+    if "\nSeccomp:\t2" in Path("/proc/self/status").read_text():
+        return (
+            "This container's seccomp profile may forbid them: use configs/kuberay/seccomp/sandboxes.json (the chart's "
+            "isolation.seccompProfile)"
+        )
+    return "Allow them (in Kubernetes hostUsers: false)"
+
+
+@functools.cache
+def why_no_images_here() -> str:
+    """Return why this machine's sandboxes can't have images as their roots; empty if they can. The first call tries it
+    with an empty image, in a third of a second."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(_try_empty_image(LEVELS))).result()
+
+
+async def _try_empty_image(levels: Sequence[str]) -> str:
+    refused: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="rayapp-try-image-") as folder:
+        tree = Path(folder, "empty")
+        for path in (Path(folder), tree, *(tree / name for name in MOUNT_POINTS)):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o755)
+        image = Image(
+            name="an empty image", digest="", tree=tree.name, layers=(), num_bytes=0, env=(), workdir="/", uid=0, gid=0,
+            home="/", python="",
+        )  # fmt: skip
+        for level in (level for level in levels if level.startswith("ns")):
+            try:
+                slot = await Slot.start(level, images={"trees": folder, "uid": 0, "gid": 0})
+            except BootError as error:
+                refused[level] = str(error)
+                continue
+            try:
+                await LocalSandbox("local-try-image", slot, SandboxSpec(), lambda _: None, image).run_code(
+                    "pass", timeout_s=10.0
+                )
+                return ""
+            except SandboxError as error:
+                refused[level] = str(error)
+            finally:
+                slot.close()
+    return why_no_images(refused)
 
 
 class LocalProvider:
@@ -99,14 +168,15 @@ class LocalProvider:
     ) -> None:
         """
         Args:
-            allow_unisolated: if the node has no isolation, run code with resource limits only; every result says so.
+            allow_unisolated: if the node has no isolation, run code with resource limits only, and mark every result.
             packages: packages that every sandbox preloads, besides those of its spec.
             max_slots: maximum number of sandboxes at once; None for one per core. With more, the running time of code
                 depends on other sandboxes.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
-            images: where images come from; None is the default cache.
+            images: source of images; None is the default cache.
         """
-        self._images = images or ImageSource()
+        self.images = images or ImageSource()
+        """The cache of images, and their pulls."""
         self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or num_cores()
@@ -131,7 +201,7 @@ class LocalProvider:
         hold: Hold | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                hold = await self._images.hold(spec.template) if spec.template else None
+                hold = await self.images.hold(spec.template) if spec.template else None
                 kind = self._kind_of(spec, hold)
                 slot = self._take_idle(kind) or await self._start(kind)
         except TimeoutError:
@@ -179,7 +249,10 @@ class LocalProvider:
                 "image: (docs/sandboxes.md). Name a remote provider in sandbox.providers, or leave template empty."
             )
         if len(self._living) + self._num_starting >= self._max_slots:
-            raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
+            raise SandboxQuotaError(
+                f"all {self._max_slots} local sandboxes are in use: release one, or raise max_sandboxes of the local "
+                "provider"
+            )
 
     def _take_idle(self, kind: _Kind) -> Slot | None:
         slots = self._idle.get(kind, [])
@@ -192,12 +265,12 @@ class LocalProvider:
 
     def _kind_of(self, spec: SandboxSpec, hold: Hold | None) -> _Kind:
         if hold is not None:
-            return spec.loopback, (), hold.image.user  # its packages are those of the image
+            return spec.loopback, (), hold.image.user  # an image brings its own packages
         return spec.loopback, tuple(sorted({*self._packages, *spec.packages})), None
 
     def _why_late(self, spec: SandboxSpec, hold: Hold | None, timeout_s: float) -> str:
         if spec.template and hold is None:
-            return f"{spec.template} was not pulled within {timeout_s:g} s; the pull goes on"
+            return f"{spec.template} was not pulled within {timeout_s:g} s. The pull continues; try again later"
         return f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
 
     async def _start(self, kind: _Kind) -> Slot:
@@ -205,7 +278,7 @@ class LocalProvider:
         levels, images = self._levels, None
         if user is not None:
             levels = tuple(level for level in levels if level.startswith("ns"))
-            images = {"trees": str(self._images.trees), "uid": user[0], "gid": user[1]}
+            images = {"trees": str(self.images.trees), "uid": user[0], "gid": user[1]}
         if with_loopback:
             levels = tuple(f"{level}+lo" for level in levels if f"{level}+lo" in LOOPBACK_LEVELS)
         paths = locate(packages)

@@ -80,12 +80,17 @@ class LocalSandbox:
         """Name of the isolation level of the code in this sandbox."""
         return self.slot.level
 
+    @property
+    def has_image(self) -> bool:
+        """True if the root of the file system is an image."""
+        return self._image is not None
+
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
         """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: its spec has none."""
         # Use a copy: the sandbox may end, and close its own listener, while `accept` waits.
         if (own := await self.slot.own_listener()) is None:
-            raise SandboxConfigError(f"sandbox {self.id} has no loopback: its spec did not ask for one")
+            raise SandboxConfigError(f"sandbox {self.id} has no loopback: set loopback=True in its spec")
         with own as listener:
 
             async def accept() -> socket.socket:
@@ -182,7 +187,7 @@ class LocalSandbox:
     def _check_size(self, num_bytes: int) -> None:
         most = self._spec.disk_mib * MIB
         if num_bytes > most:
-            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit: its disk holds {most}")
+            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes don't fit: its disk has {most} bytes")
 
     async def _run_python(
         self,
@@ -194,7 +199,7 @@ class LocalSandbox:
         stdin: str = "",
         home: bool = False,
     ) -> RawResult:
-        """Run Python code in the image's own Python, or in a fork of the warm interpreter if there is none."""
+        """Run Python code in the image's own Python; without such a Python in a fork of the warm interpreter."""
         is_session = kind == "session"
         if self._image is None or not self._image.python:
             kind = "script" if is_session else kind

@@ -38,7 +38,7 @@ Packet = tuple[dict[str, object], list[int]]
 
 
 class BootError(Exception):
-    """The zygote could not enter its level; the text names the failed step."""
+    """Raised if a zygote can't enter its level; the message names the failed step."""
 
 
 class Slot:
@@ -126,7 +126,7 @@ class Slot:
         """
         if not await self._is_reset_in_time():
             self.close()
-            raise SandboxDeadlineError("the sandbox's interpreter does not end processes of an earlier one")
+            raise SandboxDeadlineError("the sandbox's interpreter does not end the processes of an earlier sandbox")
         return self.listener.dup() if self.listener is not None else None
 
     async def _is_reset_in_time(self) -> bool:
@@ -239,7 +239,7 @@ class Slot:
                 self._settle(packet)
 
     def _settle(self, outcome: Packet | BaseException) -> None:
-        """Give the waiting caller its answer, or the error that is the reason why there is none."""
+        """Give the waiting caller its answer, or the error that prevents an answer."""
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             if isinstance(outcome, tuple):
@@ -295,9 +295,10 @@ def _spawn(python: Python) -> tuple[subprocess.Popen[bytes], socket.socket, int]
     with theirs:
         ours.setblocking(False)
         program = _PROGRAM.format(path=CODE_PATH, descriptor=theirs.fileno())
-        # -s, -P and -S instead of -I, which would ignore the hash seed; the environment has no other variable of
-        # Python's. -X utf8: in so small an environment the locale would be C. -B only if this process has it: without
-        # -B, a zygote caches the bytecode of modules that only zygotes import. Once `boot` runs, it writes no files.
+        # Use -s, -P and -S instead of -I, which would ignore the hash seed, the only variable for Python in the
+        # environment.
+        # -X utf8, because without LANG the locale would be C. -B only if this process has it: without -B, a zygote
+        # caches the bytecode of modules that only zygotes import. Once `boot` runs, it writes no files.
         keeps_nothing = ["-B"] if sys.dont_write_bytecode else []
         argv = [python.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
         try:

@@ -55,7 +55,7 @@ class Python:
 
 
 def readable_python(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
-    """Return this interpreter, or its copy if this process is root's and other users can't read the original.
+    """Return this interpreter, or a copy of it if this process runs as root and other users can't read the original.
 
     Args:
         packages: names of the packages to preload.
@@ -96,7 +96,7 @@ def _copied(packages: tuple[str, ...], paths: tuple[str, ...]) -> Python:
 
 
 def _look(packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the library, shared libraries and packages that a zygote of the original Python would show."""
+    """Return the library, shared libraries and packages that a zygote of the original Python would make visible."""
     program = _LOOK.format(code_path=CODE_PATH, packages=packages, paths=paths)
     argv = [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", program]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
@@ -144,7 +144,7 @@ def _place(name: str) -> Path:
             folder.mkdir(parents=True)
             folder.chmod(0o755)
         except FileExistsError:
-            pass  # from an earlier start, or from a process that starts beside this one
+            pass  # an earlier start, or another process that is starting now, has made the copy
         except OSError:
             continue
         if os.access(folder, os.W_OK) and _is_readable(str(folder)):

@@ -70,7 +70,7 @@ class LeasedSandbox:
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
         """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: the sandbox has none."""
-        self.fate = Fate.DIRTY  # the relay stays in the sandbox
+        self.fate = Fate.DIRTY  # the relay program keeps running in the sandbox
         return loopback_of(self._inner)
 
     async def run_code(
@@ -223,12 +223,14 @@ class PoolClient:
         try:
             await self.pool.release(lease_id, fate)
         except (DeadlineError, ProcessUnavailableError) as error:
-            log.warning("%s: the pool did not take lease %d back yet, trying again: %s", self.holder, lease_id, error)
+            log.warning(
+                "%s: lease %d could not be returned to the pool yet, retrying: %s", self.holder, lease_id, error
+            )
             again = self._give_back_again(lease_id, fate)
             self._in_background(again, f"return lease {lease_id} of {self.holder}")
         except RayappError as error:
-            # The pool is gone, and with it all leases.
-            log.warning("%s: lease %d was not given back: %s", self.holder, lease_id, error)
+            # The pool has died, so its leases no longer exist.
+            log.warning("%s: lease %d was not returned: %s", self.holder, lease_id, error)
 
     async def _give_back_again(self, lease_id: int, fate: Fate) -> None:
         for _ in range(_RELEASE_ATTEMPTS):
@@ -239,9 +241,9 @@ class PoolClient:
             except (DeadlineError, ProcessUnavailableError) as error:
                 log.info("%s: lease %d: %s", self.holder, lease_id, error)
             except RayappError as error:
-                log.warning("%s: lease %d was not given back: %s", self.holder, lease_id, error)
+                log.warning("%s: lease %d was not returned: %s", self.holder, lease_id, error)
                 return
-        log.warning("%s: lease %d was not given back; it expires by itself", self.holder, lease_id)
+        log.warning("%s: lease %d was not returned; it expires by itself", self.holder, lease_id)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -262,7 +264,7 @@ class PoolClient:
         return await maker.create(spec, labels={"holder": self.holder}, ttl_s=self.ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Return the lease. A local sandbox is ended before: in the other order, one sandbox too many could run."""
+        """Return the lease. A local sandbox is ended first: otherwise another could start while it still runs."""
         fate = sandbox.fate
         try:
             if lease.connection is None:

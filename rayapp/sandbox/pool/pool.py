@@ -120,8 +120,8 @@ class LeasePool:
                 return self._granted(turn, started_at)
             if self._num_waiting > self.max_waiting:
                 raise SandboxUnavailableError(
-                    f"{self._num_waiting - 1} callers wait for a sandbox already, the maximum (sandbox.max_waiting): "
-                    "raise it"
+                    f"{self._num_waiting - 1} callers already wait for a sandbox, which is the maximum: raise "
+                    "sandbox.max_waiting"
                 )
             # timeout() instead of wait_for, which on 3.11 swallows a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):
@@ -247,7 +247,7 @@ class LeasePool:
                 self._grant(lane, source, item, tuple(skipped))
                 return True
             if supply.is_usable:
-                # The provider is only full: callers wait for a full provider, and leave only one that fails.
+                # The provider is only full: callers wait for it. They use the next provider only if this one fails.
                 return False
             skipped.append(supply.name)
         return False

@@ -232,7 +232,7 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
-        self.lived_s()  # before their number changes
+        self.lived_s()  # count their seconds before the number of sandboxes changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.created()

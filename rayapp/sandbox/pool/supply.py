@@ -97,7 +97,7 @@ class StockItem:
     """Time, in seconds on the pool's clock, at which the provider ends the sandbox unless it is extended."""
     idle_since: float
     fingerprint: str = ""
-    """Fingerprint (`cleanliness.py`) of the new sandbox; empty if the sandbox is used only once."""
+    """Fingerprint (`stock.fingerprint`) of the new sandbox; empty if the sandbox is used only once."""
     num_uses: int = 0
     state: StockState = StockState.READY
 
@@ -190,7 +190,9 @@ class Supply:
         return max(self.bucket.wait_s(), self.breaker.reopens_in_s, 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
-        """Record that the provider's quota is reached: limit the number to the current one, and later try one more."""
+        """Record that the provider's quota is reached: limit the sandboxes to their current number, and later try one
+        more.
+        """
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.items))
         self._grow_at = self.clock() + self.cooldown_s

@@ -78,7 +78,7 @@ class DaytonaChannel:
                 text,
                 on_stdout=lambda message: out(message.output),
                 on_stderr=lambda message: err(message.output),
-                # This limit is only a backup, longer than the call's own deadline, which closes the connection.
+                # A backup only: the call's own deadline is shorter, and closes the connection.
                 timeout=math.ceil(timeout_s) + 1,
             )
             failed = (await self._guard(call, "run_code")).error
@@ -92,7 +92,7 @@ class DaytonaChannel:
         """See `rayapp.sandbox.providers.relay.Converse`."""
         process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
         await self._guard(process.create_session(session), "create_session")
-        # A separate shell, because the session's goes on; input must not be echoed as output.
+        # Run it in a subshell, because the session's shell must stay alive; don't echo input as output.
         command = sdk().SessionExecuteRequest(
             command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
         )
@@ -160,7 +160,7 @@ def sdk() -> ModuleType:
     for name in _NAMES:
         if find_spec(name) is not None:
             with warnings.catch_warnings():
-                # The older package warns that it is deprecated; this is not a choice of the user here.
+                # Hide the older package's deprecation warning: the user didn't choose the package.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return importlib.import_module(name)
     raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
@@ -258,7 +258,7 @@ class DaytonaService:
         return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
-        """End the sandbox that a timed-out creation names: it may still come up."""
+        """End the sandbox that a timed-out creation names: it may still start."""
         if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
             try:
                 await self.kill(str(sandbox_id))

@@ -7,9 +7,9 @@ Both reach the inside of a sandbox through the SDK. docs/sandbox-providers.md li
 versions fit which server.
 
 OpenKruise's sandbox-manager (also on Alibaba ACK) speaks an older version of E2B's protocol: `POST /sandboxes` but not
-the `/v2` routes with which SDKs since 2.51 create, and ports by path (`…/kruise/<sandbox>/<port>/…`) instead of by
-host name. So `KruiseService` makes the few control calls itself and tells the SDK the ports' URLs; the SDK is not
-patched. Both time limits are always sent: without them the server waits a hundred years for a sandbox.
+the `/v2` routes with which SDKs since 2.51 create, and ports by path (`…/kruise/<sandbox>/<port>/…`) instead of by host
+name. So `KruiseService` makes the few control calls itself and tells the SDK the ports' URLs; the SDK is not patched.
+Both time limits are always sent: by default the server waits a hundred years for a sandbox.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Counted:
     def take(self, text: str) -> None:
         self.room -= len(text)
         if self.room < 0:
-            raise SandboxProtocolError("a command's output is larger than a report may be")
+            raise SandboxProtocolError("a command's output is larger than the largest report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class E2BChannel:
             return str(error.stdout)
         except SandboxError:
             if output.room < 0:
-                return ""  # code wrote past its watcher; the output holds no report
+                return ""  # the code wrote to stdout around its watcher, so the output holds no report
             raise
         return str(result.stdout)
 
@@ -241,7 +241,7 @@ class KruiseService:
         made = _object(answer)
         sandbox_id = made.get("sandboxID")
         if not isinstance(sandbox_id, str) or not sandbox_id:
-            raise SandboxProtocolError(f"sandbox-manager create: there is no sandboxID in {str(made)[:200]}")
+            raise SandboxProtocolError(f"sandbox-manager create: no sandboxID in the answer {str(made)[:200]}")
         return Connection(
             sandbox_id=sandbox_id,
             token=str(made.get("envdAccessToken") or ""),
@@ -304,7 +304,7 @@ class KruiseService:
         except httpx.HTTPError as error:
             raise SandboxUnavailableError(f"{what}: {type(error).__name__}: {error}") from None
         if answer.status_code < 300 and answer.content and _json(answer) is None:
-            raise SandboxProtocolError(f"{what}: {answer.status_code}: no JSON but {answer.text[:200]!r}")
+            raise SandboxProtocolError(f"{what}: {answer.status_code}: not JSON: {answer.text[:200]!r}")
         if answer.status_code < 300 or (gone_is_fine and answer.status_code == 404):
             return answer
         text = f"{what}: {answer.status_code}: {answer.text[:300]}"

@@ -4,8 +4,8 @@
     provider.fail_next("create", SandboxQuotaError("full"))      one call fails; more calls, more failures
     provider.hang_next("create")                                 one call answers only after `let_go()`
 
-`faults` makes a set share of all calls fail in every way a provider can, repeatably. The attributes `living`,
-`created`, `killed` and `calls` record the calls. Every call still has its deadline.
+`fail_share` makes this share of all calls fail, in every way in which a provider can; the seed makes it repeatable. The
+attributes `living`, `created`, `killed` and `calls` record the calls. Every call still has its deadline.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FakeProvider:
         respond: output of code; default: none.
         call: result of a function; default: None.
         latency_s: duration of each call.
-        fail_share: share of calls that fail, in all ways.
+        fail_share: share of calls that fail, in every way in which a provider can.
         seed: selects the failing calls.
         max_alive: quota of living sandboxes; 0 is none.
     """
@@ -86,7 +86,7 @@ class FakeProvider:
         return self._name
 
     def fail_next(self, method: str, *errors: SandboxError) -> None:
-        """Make the next calls of this method raise these errors, one each."""
+        """Make the next calls of this method raise these errors, in order, one per call."""
         self._scripted[method].extend(errors)
 
     def hang_next(self, method: str) -> None:
@@ -98,7 +98,7 @@ class FakeProvider:
         self._gate.set()
 
     def lose(self, sandbox_id: str) -> None:
-        """Let a sandbox die by itself."""
+        """Make a sandbox die, as if its provider had lost it."""
         self.living.pop(sandbox_id, None)
 
     async def create(

@@ -3,7 +3,8 @@
     McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
 
 The protocol has no call to list, extend or end a sandbox: a session is its only handle. So the process that uses the
-sandbox opens the session, the pool only counts, and the sandbox ends by the time to live sent at its start.
+sandbox opens the session, the pool only counts sandboxes, and a sandbox ends after the time to live that was sent at
+its start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
 """Error codes of OpenKruise's server, besides those of JSON-RPC."""
 _CHUNK_BYTES = 48_000
-_NO_LASTING = "provider mcp with tool: once has no sandbox that lasts; use tool: session"
+_NO_LASTING = "provider mcp with tool: once gives no sandbox that outlasts a call; use tool: session"
 
 
 class McpProvider:
@@ -66,7 +67,7 @@ class McpProvider:
         """Return a sandbox that this object created. Sessions can't be passed to another process."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
-            raise SandboxGoneError(f"sandbox {connection.sandbox_id} is not of this process, or has ended")
+            raise SandboxGoneError(f"sandbox {connection.sandbox_id} was not created in this process, or has ended")
         return self._sandbox(connection, known[0], spec)
 
     def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
@@ -114,7 +115,7 @@ class McpChannel:
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         if timeout_s > self.config.execution_timeout_s + 60:
             raise SandboxConfigError(
-                f"the task wants {timeout_s:g} s, the MCP server stops code after "
+                f"the task needs {timeout_s:g} s, but the MCP server stops code after "
                 f"{self.config.execution_timeout_s} s: raise execution_timeout_s"
             )
         if self.config.tool == "once":
@@ -123,12 +124,12 @@ class McpChannel:
         return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        # Pass only `cmd`, the argument that every server has: the watcher sets the spec's environment itself.
+        # Pass only `cmd`, the argument that every server has: the watcher sets the spec's environment variables.
         answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
-        # Run the program in a separate interpreter: the server's own is a notebook kernel, which captures prints.
+        # Run the program in a separate interpreter: the server's is a notebook kernel, which captures prints.
         code = (
             "import os, subprocess, sys\n"
             f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
@@ -188,7 +189,7 @@ class McpChannel:
         """Call a tool and return its structured answer.
 
         Raises:
-            SandboxError: no answer, or the answer is an error.
+            SandboxError: there is no answer, or the answer is an error.
         """
         try:
             answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
@@ -202,7 +203,9 @@ class McpChannel:
         return answer.structured_content
 
     async def _set_env(self, timeout_s: float) -> None:
-        """Set the spec's environment in the interpreter before its first code: the tool takes no environment."""
+        """Set the spec's environment variables in the interpreter before it runs code: the tool has no argument for
+        them.
+        """
         if self.spec.env and not self._is_env_set:
             code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
@@ -263,11 +266,11 @@ def _call_error(error: BaseException, tool: str) -> SandboxError:
 
 
 def _tool_error(text: str, tool: str) -> SandboxError:
-    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code alike, but failed
-    code is in the watcher's report, so that a failure of the tool means a failed sandbox."""
+    """Convert a tool's failure to a SandboxError. The server reports failed sandboxes and failed code in the same way.
+    But our watcher reports failed code itself, so a failure of the tool means a failed sandbox."""
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
     if "template" in text.lower():
-        return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's")
+        return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's template")
     return SandboxGoneError(said) if "not found" in text.lower() else SandboxProtocolError(said)

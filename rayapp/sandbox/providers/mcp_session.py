@@ -1,7 +1,8 @@
 """One session with an MCP server, for the sandbox provider `mcp.py` and the tools' `mcp_link.py`.
 
-The SDK's client must be entered and left by the same task, while calls come from many tasks: so one task holds the
-session, and concurrent calls go through it. Errors are the protocol's; each caller converts them to its own.
+The SDK's client must be entered and left by the same asyncio task, while calls come from many tasks. So one task holds
+the session, and concurrent calls go through that task. Raises the protocol's errors; each caller converts them to its
+own errors.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class McpSession:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, wrap: Wrap | None = None) -> None:
-        # Importing the SDK takes 1.5 s: do it neither in processes that use no server nor under the deadline of
-        # `open`.
+        # Importing the SDK takes 1.5 s: import it only in processes that use a server, and before the deadline of
+        # `open` starts.
         import mcp.client.streamable_http  # noqa: F401
 
         self.status = 0
@@ -96,7 +97,8 @@ class McpSession:
             transport = streamable_http_client(
                 self._url, http_client=(http := self._http()), max_sse_event_size=_MAX_EVENT_BYTES
             )
-            # `legacy`: the servers we use keep sessions, and the newer protocol's probe has none.
+            # `legacy`: the servers that rayapp uses keep sessions; the newer protocol begins with a probe outside a
+            # session.
             async with http, Client(transport, mode="legacy") as client:
                 self._client = client
                 ready.set_result(None)
@@ -113,7 +115,7 @@ class McpSession:
 
     def _http(self) -> httpx2.AsyncClient:
         hooks: Any = {"response": [self._note_status]}
-        # Without `wrap` use the client's own transport: it honours the environment's proxies.
+        # Without `wrap` use the client's default transport, which honours proxies from environment variables.
         transport = (
             self._wrap(httpx2.AsyncHTTPTransport(verify=_certificates(), limits=_LIMITS)) if self._wrap else None
         )
@@ -145,7 +147,7 @@ class McpSession:
 
         Raises:
             TimeoutError: no answer in time.
-            RpcError: the answer is an error of the protocol; `is_lost` if the session is over with it.
+            RpcError: the answer is an error of the protocol; `is_lost` tells whether it ended the session.
             Exception: any other error of the SDK and its transport: the session is lost.
         """
         from mcp import MCPError
@@ -162,7 +164,7 @@ class McpSession:
             raise RpcError(error.code, error.message) from error
 
     async def ping(self, *, timeout_s: float) -> bool:
-        """True if the server answers in this session."""
+        """Return True if the server answers in this session."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._open_client().send_ping()
@@ -176,7 +178,7 @@ class McpSession:
         return self._client
 
     def end(self) -> None:
-        """Let the task that holds the session leave it, without waiting for that."""
+        """Tell the task that holds the session to leave it, and don't wait."""
         self._is_over.set()
 
     async def close(self, *, timeout_s: float = 5.0) -> None:

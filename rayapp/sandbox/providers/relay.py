@@ -25,7 +25,7 @@ from rayapp.sandbox.verdict.program import new_nonce
 
 _SOURCE = Path(relay_program.__file__).read_text()
 _MOST_UNREAD_BYTES = 64 << 20
-"""Bytes of all connections together that the gateway has not read yet."""
+"""Maximum bytes, over all connections, that the gateway has not read yet."""
 Hear = Callable[[str], Awaitable[None]]
 Say = Callable[[str], Awaitable[None]]
 
@@ -44,9 +44,8 @@ class Converse(Protocol):
 @asynccontextmanager
 async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loopback]:
     """Run a relay for the length of a block; the block is cancelled when the relay fails.
-
     Args:
-        timeout_s: until the relay listens.
+        timeout_s: maximum wait until the relay listens.
     Raises:
         SandboxError: the relay did not start, or has ended.
     """
@@ -58,7 +57,7 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
                 async with asyncio.timeout(timeout_s):
                     loopback = await relay.ready
             except TimeoutError:
-                raise SandboxDeadlineError(f"no relay listens in the sandbox after {timeout_s:g} s") from None
+                raise SandboxDeadlineError(f"the relay in the sandbox did not listen within {timeout_s:g} s") from None
             yield loopback
             running.cancel()
             relay.close()
@@ -72,7 +71,7 @@ class _Relay:
         self._mark = new_nonce()
         self._rest = ""
         self._say: Say | None = None
-        self._saying = asyncio.Lock()  # lines of several connections must not mix
+        self._saying = asyncio.Lock()  # lines of different connections must not be interleaved
         self._accepted = asyncio.Queue[socket.socket]()
         self._writers = dict[int, asyncio.StreamWriter]()
         self._seen = set[int]()
@@ -100,7 +99,7 @@ class _Relay:
                 try:
                     await self._take(*parts_of(rest))
                 except (ValueError, KeyError, TypeError, zlib.error) as error:
-                    raise SandboxProtocolError(f"the relay in the sandbox writes nonsense: {error}") from None
+                    raise SandboxProtocolError(f"the relay in the sandbox wrote a malformed line: {error}") from None
 
     async def _take(self, number: int, data: bytes) -> None:
         if number == 0:
@@ -144,9 +143,9 @@ class _Relay:
                     await self._send(number, data)
         finally:
             self._writers.pop(number).close()
-        await self._send(number, b"")  # after `pop`: then the sandbox admits another connection
+        await self._send(number, b"")  # after `pop`, because the sandbox may then open another connection
 
     async def _send(self, number: int, data: bytes) -> None:
-        assert self._say is not None, "nothing is heard before it has started"
+        assert self._say is not None, "there is no output before the program has started"
         async with self._saying:
             await self._say(line_of(self._mark, number, data).decode())

@@ -3,8 +3,8 @@
     program -- TCP --> this -- lines on stdout --> relay.py        this <-- lines on stdin -- relay.py
 
 A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of its bytes, zlib in base64; a line
-without data ends the connection. Line 0 gives the listening port and a folder of its own. Self-contained (standard
-library only, Python 3.9): `relay.py` sends its source.
+without data ends the connection. Line 0 gives the listening port and a folder that only the relay uses. Self-contained
+(standard library only, Python 3.9): `relay.py` sends its source.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def main(mark: str) -> None:
             except OSError:
                 pass
             _say(line_of(mark, number, b""))
-            await is_ended.wait()  # relay.py counts the connection until then
+            await is_ended.wait()  # relay.py counts the connection as open until then
             del carried[number]
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)

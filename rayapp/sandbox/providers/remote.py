@@ -1,12 +1,13 @@
-"""A sandbox behind a provider's service: one class for all providers, over a channel with their differences.
+"""A sandbox behind a provider's service: one class for all providers, over a channel that is different for each.
 
-    RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a program, files, life and death
+    RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a program, copy files, check and end
+    the sandbox
 
 Code and functions run in a fresh interpreter under our watcher (`watcher.py`), which keeps the deadline and the caps
 inside the sandbox. The channel's deadline is longer by a margin; if it passes, the provider has failed.
 
-Stateful code runs in the provider's own interpreter, without our watcher. So `run_session` keeps deadline and output
-cap from outside, and a last line of ours tells a complete stream from one that broke off.
+Stateful code runs in the provider's own interpreter, without our watcher. So `run_session` enforces deadline and output
+limit from outside, and appends a last line to the code's output, without which the stream counts as cut off.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class RemoteSandbox:
             return results.failure(problem, self.provider)
         if stateful:
             if stdin:
-                raise ValueError("stateful code of a remote sandbox reads no stdin: run it with stateful=False")
+                raise ValueError("stateful code in a remote sandbox can't read stdin: run it with stateful=False")
             run = self.channel.run_session(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
             return await self._in_time(run, timeout_s + self.margin_s)
         return await self._run_job({"kind": "script", "code": code, "stdin": stdin}, timeout_s, max_output_bytes)
@@ -101,14 +102,16 @@ class RemoteSandbox:
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
         if not argv or not all(type(part) is str for part in argv):
-            raise TypeError(f"a command is one text or more, not {argv!r}")
+            raise TypeError(f"a command must be a list of one string or more, not {argv!r}")
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
         """Open the sandbox's loopback; see `rayapp.sandbox.loopback`."""
         converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
-            raise SandboxConfigError(f"sandboxes of {self.provider} run no program that can be talked with")
+            raise SandboxConfigError(
+                f"sandboxes of {self.provider} have no loopback: their programs can't be sent input while they run"
+            )
         return relayed(converse, timeout_s=self.margin_s)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
@@ -171,7 +174,7 @@ class RemoteSandbox:
         run = self.channel.run_python(program.source(job), timeout_s=timeout_s, max_chars=max_chars)
         said = await self._in_time(run, timeout_s)
         if len(said) > max_chars:
-            return None  # not written by the watcher but by the code
+            return None  # the code wrote this line, not the watcher
         return await off_the_loop(len(said), lambda: program.find_report(said, nonce))
 
     async def _in_time(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
@@ -204,13 +207,13 @@ async def run_session(
     """Run code in a session by `run`, and return its result.
 
     Args:
-        alive: the channel's check whether the sandbox lives.
+        alive: the channel's check that the sandbox is alive.
     Raises:
         SandboxGoneError: the sandbox died meanwhile.
         SandboxProtocolError: the answer broke off.
     """
     mark = new_nonce()
-    # Allow for the mark, and for the newline before the mark.
+    # Leave room for the mark and for the newline before it.
     output = _CappedOutput(max_output_bytes, len(mark) + 2)
     started = time.monotonic()
     task = asyncio.ensure_future(run(f"{code}\nprint('{mark}')", output.out, output.err))

@@ -32,12 +32,12 @@ from rayapp.sandbox.providers.remote import Channel, RemoteSandbox
 
 _HOPELESS = (400, 401, 402, 403, 404, 405, 422)
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
-"""Exceptions of an SDK that meets an unexpected answer. None of them is an SDK's own error type."""
+"""Built-in exceptions that an SDK raises if the server's answer has an unexpected form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """Words with which one service reports a full quota, and the hint for permanent refusals."""
+    """Words by which one service's message is recognized as a full quota, and the hint for permanent refusals."""
 
     quota_words: tuple[str, ...]
     quota_statuses: tuple[int, ...]
@@ -219,7 +219,7 @@ class ServiceProvider:
             log.warning("%s: a creation past its deadline failed: %s", self.name, error)
 
     async def _end_what_was_made(self) -> None:
-        """Kill known sandboxes by id, and possible others by label."""
+        """Kill the known sandboxes by id, and unknown ones by label."""
         left = set(self._made)
         try:
             if self._has_lost:

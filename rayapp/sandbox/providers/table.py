@@ -19,10 +19,10 @@ from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_plugin
 from rayapp.core.types import AgentStart
+from rayapp.sandbox.images.pull import ImageSource
 from rayapp.sandbox.images.reference import PREFIX, is_image, parse
-from rayapp.sandbox.images.source import ImageSource
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
@@ -64,7 +64,7 @@ def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
 
 
 def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Return the remote providers whose sandboxes any process can list: those that outlive their maker.
+    """Return the remote providers that can list sandboxes which another process made.
 
     Raises:
         SandboxConfigError: a provider's package or key is missing.
@@ -104,7 +104,9 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
         case PluginConfig():
             return _of_plugin(section)
         case _:
-            raise SandboxConfigError("the local provider makes its sandboxes in the rollout worker's process")
+            raise SandboxConfigError(
+                "the local provider is not a remote provider: rollout workers make its sandboxes themselves"
+            )
 
 
 def _of_plugin(section: PluginConfig) -> RemoteProvider:
@@ -118,33 +120,35 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
 
 
 def why_no_sandbox(config: SandboxConfig, template: str) -> str:
-    """Return why a provider has no sandboxes of this image or template; empty if all may have them.
-
-    A provider without them would fail every lease that it gets, so one such provider is enough.
+    """Return why one provider has no sandboxes of this image or template; empty if every provider may have them.
+    The pool may send any lease to any provider, so one provider without the image is an error.
     """
     for section in config.providers if template else ():
         name = template.removeprefix(PREFIX).removeprefix("build:")
         if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
             return why
         if isinstance(section, E2BConfig | McpConfig) and not {template, name} & section.images.keys():
-            return f"provider {section.type} has templates of its own: build one, name it in images: {{{name}: …}}"
+            return (
+                f"provider {section.type} can't use images, only its own templates: build one, and name it in "
+                f"images: {{{name}: …}}"
+            )
         if isinstance(section, DaytonaConfig) and name.startswith(("oci:", "archive:")) and name not in section.images:
             return f"provider daytona can't read {name}: push it to a registry, or name a snapshot in images"
     return ""
 
 
 def _why_no_image(section: LocalConfig, template: str) -> str:
-    """Return why the local provider has no sandboxes of a template; empty if it has, or can pull the image."""
+    """Return why the local provider has no sandboxes of a template; empty if it has the image or can pull it."""
     wanted = section.images.get(template, template)
     if not is_image(wanted):
-        return f"the local provider has images only: name one in images: {{{template}: 'image:…'}}"
+        return f"the local provider can use only images: name one in images: {{{template}: 'image:…'}}"
     try:
         reference = parse(wanted)
     except ImageError as error:
         return str(error)
     if reference.kind == "build" and image_source(section).find(wanted) is None:
-        return "the local provider has not built this image: `rayapp images build FOLDER`"
-    return ""
+        return "the local provider has not built this image: run `rayapp images build FOLDER`"
+    return why_no_images_here()
 
 
 def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:

@@ -56,10 +56,10 @@ async def serving(
 
     Args:
         keys: keys by client name; empty accepts every client.
-        port: 0 takes a free one.
+        port: port to listen on; 0 for any free port.
         lease_timeout_s: longest wait for a sandbox.
-        max_leases_per_client: sandboxes of one client at once; 0: as many as there are.
-        more_routes: makes further routes, behind the same guard.
+        max_leases_per_client: maximum sandboxes of one client at once; 0 for no limit.
+        more_routes: returns further routes, which the same guard protects.
     Raises:
         ConfigError: the address is not available.
         SandboxConfigError: a provider's package or key is missing.
@@ -97,7 +97,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the caller: uvicorn would end the process in the middle of the clean-up."""
+    """A uvicorn server that handles no signals: uvicorn would end the process in the middle of the clean-up."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -128,17 +128,16 @@ def _application(
 
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
-    # JSON, not an event stream: each call has one answer, and clients cap the size of events.
+    # Answer in JSON instead of an event stream: each call has one answer, and clients limit the size of events.
     app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
     app.router.routes.extend(more)
     return app
 
 
 class _Guard:
-    """Checks the key, bounds the body, counts the answer, and ends a session's sandbox with its session.
-
-    It lists the routes without a key, not those with one: the router behind it matches more spellings of a path than
-    one expects (its pattern ends in `$`, which also matches before a newline: `/mcp%0A` is `/mcp`).
+    """Checks the key, bounds the body, counts the answer, and ends a sandbox when its session ends.
+    It lists the routes that need no key, not those that need one, because the router matches unexpected spellings of a
+    path: its pattern ends in `$`, which also matches before a newline, so `/mcp%0A` is `/mcp`.
     """
 
     def __init__(self, app: Starlette, clients: Clients, sessions: Sessions) -> None:
@@ -189,7 +188,7 @@ class _Guard:
 
 
 def _named(scope: Scope, client: str) -> Scope:
-    """Return the request with the client's name in a header, in place of one that the client sent."""
+    """Return the request with the client's name in a header, replacing such a header from the client."""
     name = CLIENT_HEADER.encode()
     headers = [(key, value) for key, value in scope["headers"] if key.lower() != name]
     return {**scope, "headers": [*headers, (name, client.encode())]}

@@ -34,7 +34,7 @@ _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Read a file of clients, one `NAME KEY` a line; `#` starts a comment. Returns keys by client name.
+    """Read a file of clients, with one `NAME KEY` on each line; `#` starts a comment. Returns keys by client name.
 
     Raises:
         ConfigError: a line is malformed, a name or key is repeated, a key is shorter than 16 characters, or the file
@@ -51,21 +51,21 @@ def read_keys(file: Path) -> dict[str, str]:
                 f"{_SHORTEST_KEY_CHARS} characters"
             )
         if words[0] in found or words[1] in found.values():
-            raise ConfigError(f"{file}, line {number}: this name or key stands in an earlier line; make each unique")
+            raise ConfigError(f"{file}, line {number}: this name or key is also in an earlier line; make each unique")
         found[words[0]] = words[1]
     if not found:
-        raise ConfigError(f"{file} names no client: write one NAME KEY a line")
+        raise ConfigError(f"{file} has no client: write lines of the form NAME KEY")
     return found
 
 
 class Clients:
-    """Finds the client of a request, and leases sandboxes in its name.
+    """Finds the client of a request, and leases sandboxes on its behalf.
 
     Args:
-        keys: keys by client name; empty: every address is a client of its own, and needs no key.
-        sandboxes: client of the pool, whose connection all clients of the service share.
+        keys: keys by client name; empty: no keys are needed, and each address counts as one client.
+        sandboxes: the service's connection to the pool, which all clients share.
         pool: the pool itself, for its counts.
-        max_leases: sandboxes of one client at once; 0: as many as the pool has.
+        max_leases: maximum sandboxes of one client at once; 0: as many as the pool has.
     """
 
     def __init__(self, keys: Mapping[str, str], sandboxes: PoolClient, pool: LeasePool, *, max_leases: int = 0) -> None:
@@ -77,7 +77,7 @@ class Clients:
         self._metrics = _Metrics(pool)
 
     def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
-        """Return the name of the client with one of these keys; None: the request must be refused."""
+        """Return the name of the client with one of these keys; None if there is none: the request must be refused."""
         if not self._keys:
             return address
         encoded = [key.encode() for key in given_keys]
@@ -103,12 +103,12 @@ class Clients:
         self._metrics.answered(self._label(name), route, status, seconds)
 
     def rest(self) -> None:
-        """Stop the heartbeats of all clients, at the service's end."""
+        """Stop all heartbeats when the service ends."""
         for share in self._shares.values():
             share.sandboxes.rest()
 
     def _label(self, name: str) -> str:
-        """Return the client's name in the metrics. Addresses, of which there is no end, share one."""
+        """Return the client's label in the metrics. All addresses share one: their number is unlimited."""
         return name if self._keys else "any"
 
     def _forget_idle(self) -> None:
@@ -116,22 +116,24 @@ class Clients:
         if len(self._shares) >= _MAX_CLIENTS:
             idle = [name for name, share in self._shares.items() if not share.num_users]
             if not idle:
-                raise SandboxUnavailableError(f"{_MAX_CLIENTS} clients use sandboxes at once, the most there may be")
+                raise SandboxUnavailableError(
+                    f"{_MAX_CLIENTS} clients use sandboxes at once, which is the maximum: try again later"
+                )
             self._shares.pop(idle[0]).sandboxes.rest()
 
 
 class Share:
-    """One client's share of the pool; see `rayapp.core.protocols.SandboxSource`."""
+    """One client's access to the pool, with its own limit; see `rayapp.core.protocols.SandboxSource`."""
 
     def __init__(self, sandboxes: PoolClient, max_leases: int, leased: Gauge) -> None:
         self.sandboxes = sandboxes
         self.places = asyncio.Semaphore(max_leases)
         self.leased = leased
         self.num_users = 0
-        """Leases held or waited for."""
+        """Number of leases that the client holds or waits for."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease:
-        """Lease a sandbox. A client that holds its whole share waits until it gives one back."""
+        """Lease a sandbox. A client at its limit waits until it gives a sandbox back."""
         return _ClientLease(self, spec, timeout_s)
 
     @asynccontextmanager
@@ -144,7 +146,8 @@ class Share:
                     await self.places.acquire()
             except TimeoutError:
                 raise SandboxUnavailableError(
-                    f"{self.sandboxes.holder} holds as many sandboxes as a client may; none was free in {timeout_s:g} s"
+                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and gave none back "
+                    f"within {timeout_s:g} s"
                 ) from None
             try:
                 left_s = max(0.001, timeout_s - (time.monotonic() - started))
@@ -161,7 +164,7 @@ class Share:
 
 
 class _ClientLease:
-    """A lease in a client's name; see `rayapp.core.protocols.SandboxLease`."""
+    """A lease on behalf of a client; see `rayapp.core.protocols.SandboxLease`."""
 
     def __init__(self, share: Share, spec: SandboxSpec, timeout_s: float) -> None:
         self._held = share.sandbox(spec, timeout_s)
@@ -174,7 +177,7 @@ class _ClientLease:
 
 
 class _Metrics:
-    """The service's Prometheus metrics: requests by client, and the pool's counts as they are when asked for."""
+    """The service's Prometheus metrics: requests by client, and the pool's counts at the time of the scrape."""
 
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool

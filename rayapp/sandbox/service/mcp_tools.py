@@ -53,7 +53,7 @@ def with_last_value(code: str) -> tuple[str, str]:
     begin = starts[last.lineno - 1] + last.col_offset
     end = starts[(last.end_lineno or last.lineno) - 1] + (last.end_col_offset or 0)
     show = f"(lambda value: None if value is None else print({mark!r} + repr(value), end=''))".encode()
-    # Keep the expression on its lines, so that tracebacks name the right ones.
+    # Keep the expression on the same lines, so that tracebacks have the right line numbers.
     shown = source[:begin] + show + b"(" + source[begin:end] + b")" + source[end:]
     return shown.decode(), mark
 
@@ -114,13 +114,13 @@ class ServerLimits:
     """Defaults and limits of a client's requests."""
 
     execution_timeout_s: float = 60.0
-    """Time limit of an execution whose client gives none."""
+    """Default time limit of an execution."""
     max_execution_timeout_s: float = 600.0
     sandbox_ttl_s: float = 300.0
-    """Time to live of a session's sandbox whose client gives none."""
+    """Default time to live of a session's sandbox."""
     max_sandbox_ttl_s: float = 3600.0
     max_output_bytes: int = 65536
-    """Limit of stdout, and of stderr; code that writes more is stopped."""
+    """Limit for stdout and for stderr each; code that writes more is stopped."""
     passes_templates: bool = False
     """True if X-Template is passed to the provider; the local provider has no templates and ignores it."""
 
@@ -206,7 +206,7 @@ class SandboxTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallHeaders:
-    """Sandbox and limits that a call's headers ask for."""
+    """Template, time to live and time limit from a call's headers."""
 
     client: str
     timeout_s: float
@@ -228,13 +228,13 @@ def _seconds(headers: Mapping[str, str], name: str, default: float, most: float)
 def _session(ctx: _Context, client: str) -> SessionId:
     mcp_id = next((v for k, v in (ctx.headers or {}).items() if k.lower() == "mcp-session-id"), "")
     if not mcp_id:
-        raise ToolError("this tool needs an MCP session, and the client keeps none; use run_code_once")
+        raise ToolError("this tool needs an MCP session, but the client has none; use run_code_once")
     return SessionId(client, mcp_id)
 
 
 def _check_language(language: str) -> None:
     if language.lower() not in ("python", "python3", "py"):
-        raise ToolError(f"language {language!r} is not offered here; there is: python")
+        raise ToolError(f"language {language!r} is not supported; use python")
 
 
 def _check_time(result: ExecResult, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from rayapp.sandbox.service.clients import Clients
 
 log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000
-"""Sessions known at once, including ended ones: clients that vanish never end their session."""
+"""Maximum sessions that are remembered, ended ones included: clients that vanish never end their session."""
 
 
 class SessionId(NamedTuple):
@@ -44,7 +44,7 @@ class Sessions:
     """The sessions of one server and their sandboxes.
 
     Args:
-        clients: lease sandboxes in a client's name.
+        clients: lease sandboxes on behalf of a client.
         lease_timeout_s: longest wait for a sandbox.
     """
 
@@ -66,8 +66,8 @@ class Sessions:
         """Return the session's sandbox.
 
         Raises:
-            SandboxGoneError: it has ended; the session gets no new one, which would lack the session's names.
-            SandboxError: no sandbox is available.
+            SandboxGoneError: the sandbox has ended. The session gets no new sandbox, which would lack the variables
+            defined so far. SandboxError: no sandbox is available.
         """
         if len(self._bound) > _MAX_REMEMBERED:
             self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}

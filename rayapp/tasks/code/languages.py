@@ -1,10 +1,9 @@
-"""Programming languages of whole programs besides Python: how an answer in them is found, compiled once, and run.
+"""Languages besides Python for whole programs: how an answer is extracted, compiled once, and run.
 
     answer -> its last block of the language (text process) -> source file in the leased sandbox
-           -> compile step, with limits of its own -> one execution per test
-
-The compilers are those of the sandbox: of this machine's /usr for local sandboxes, else of the template or image.
-Imported by the text process, so it may import only the standard library and modules that do the same.
+      -> compile step, with its own limits -> one execution per test
+The sandbox's compilers are used: those in this machine's /usr for local sandboxes, otherwise those in the template or
+image. Imported by the text process, so it may import only the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from rayapp.core.errors import InputError
 from rayapp.tasks.extraction import marked_block
 
 MISSING = 113
-"""Exit status of a compile step whose compiler is not in the sandbox."""
+"""Exit status of a compile step if the sandbox lacks the compiler."""
 _JVM = ("-XX:+UseSerialGC", "-XX:CompressedClassSpaceSize=64m", "-XX:ReservedCodeCacheSize=48m", "-XX:-UsePerfData")
 _ONE_ARENA = ("env", "MALLOC_ARENA_MAX=1")
-"""Without it each thread of a JVM maps 64 MiB, which count as address space."""
+"""Otherwise each thread of a JVM maps 64 MiB, which counts towards the limit of address space."""
 _PUBLIC_CLASS = re.compile(r"^[ \t]*public\s+(?:(?:final|abstract|strictfp)\s+)*class\s+(\w+)", re.MULTILINE)
 _ANY_CLASS = re.compile(r"\bclass\s+(\w+)")
 _MAIN = re.compile(r"\bstatic\s+void\s+main\s*\(")
@@ -31,38 +30,38 @@ head -c 2000 .compiled; exit 1
 """
 _LIMITED = 'ulimit -v "$0"; exec "$@"'
 _SPARE_MIB = 32
-"""Address space of an empty program, above the limit that a test has."""
+"""Address space that an empty program needs, added to a test's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """One language."""
+    """A programming language, with its commands."""
 
     name: str
     """Name in prompts and messages."""
     key: str
     """Value of the field `language` in a ground truth."""
     fences: tuple[str, ...]
-    """Languages of fenced blocks that hold it, the first as prompts ask for it."""
+    """Info strings of its fenced blocks, e.g. `cpp`; prompts ask for the first."""
     file: str
-    """Source file; {} stands for the main class."""
+    """Name of the source file; {} stands for the main class."""
     compile: tuple[str, ...]
-    """Command that compiles the file, or checks its syntax. Its first word is the program that has to be there."""
+    """Command that compiles the file, or checks its syntax. The sandbox must have the program in its first word."""
     run: tuple[str, ...]
     """Command of one test; {} stands for the main class, {mib} for the memory limit."""
     nothing: str
     """A program that does nothing."""
     compile_mib: int = 768
-    """Minimum memory of its sandboxes, in MiB, which the compiler needs."""
+    """Minimum memory of the sandbox in MiB, for the compiler."""
     extra_mib: int = 0
-    """Memory that the language's runtime needs beside the program's."""
+    """Memory in MiB that the runtime needs in addition to the program."""
     has_limit: bool = True
-    """The limit of a test's memory is set on its address space; False if the command sets it, or the sandbox does."""
+    """True if a test's memory is limited by its address space; False if the command or the sandbox limits it."""
     disk_mib: int = 32
     max_processes: int = 16
 
     def main_class(self, code: str) -> str:
-        """Return the class with the program's `main`, which names the source file; only Java has one."""
+        """Return the name of the class with `main`, after which the source file is named; only for Java."""
         if "{}" not in self.file:
             return ""
         if (found := _PUBLIC_CLASS.search(code)) is not None:
@@ -128,7 +127,7 @@ def language_of(name: object) -> Language | None:
     """Return the language that a row or an option names, e.g. `cpp`, `C++`, `C++17` or `GNU C++`; None for Python.
 
     Raises:
-        InputError: no such language is known here.
+        InputError: the language is unknown.
     """
     given = str(name or "").strip().lower()
     short = _VERSION.sub("", given.removeprefix("gnu ")).strip()
@@ -138,13 +137,12 @@ def language_of(name: object) -> Language | None:
         if short in (language.key, language.name.lower(), *language.fences):
             return language
     known = ", ".join(("python", *(language.key for language in LANGUAGES)))
-    raise InputError(f"language {name!r:.60} is not known: it is one of {known}")
+    raise InputError(f"unknown language {name!r:.60}: known are {known}")
 
 
 def screen_program(completion: str, fences: Iterable[str]) -> tuple[str, str, str]:
-    """Return code, status and detail of an answer in another language than Python; the status is empty if it has code.
-
-    Called in the text process.
+    """Return code, status and detail of an answer in another language than Python; the status is empty if the answer
+    has code. Called in the text process.
     """
     code = marked_block(completion, frozenset(fences))
-    return (code, "", "") if code else ("", "no_code", f"there is no block of {next(iter(fences))} in the completion")
+    return (code, "", "") if code else ("", "no_code", f"the completion has no block of {next(iter(fences))}")

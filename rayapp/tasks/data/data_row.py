@@ -98,7 +98,7 @@ _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `targe
 
 
 def check_truths(groups: Sequence[RowGroup], kind_of: KindOf) -> frozenset[Language]:
-    """Check that all rows can be scored. Return the languages, besides Python, of the programs that they ask for.
+    """Check that all rows can be scored. Return the languages, besides Python, of the programs that the rows ask for.
 
     Raises:
         InputError: a row can't be scored; the message names the first one and its file.
@@ -140,14 +140,14 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
 
 
 def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
-    """Read every code problem, row by row: some tens of megabytes of tests per second. Return their languages."""
+    """Check the code problems row by row (tens of megabytes of tests per second). Return their languages."""
     languages: set[Language] = set()
     for index, is_mine in enumerate(of_source.to_pylist()):
         if is_mine:
             try:
                 language = read_tests(as_json(truths[index].as_py())).language
             except InputError as error:
-                raise InputError(f"{group.path}, row {group.first_row + index}: no code problem: {error}") from error
+                raise InputError(f"{group.path}, row {group.first_row + index}: not a code problem: {error}") from error
             languages |= {language} if language is not None else set()
     return languages
 

@@ -46,7 +46,7 @@ async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
         uris: local paths, s3://bucket/key, or hf://datasets/OWNER/NAME[@REVISION]/FILE.
         cache: folder for copies of files on s3://.
     Raises:
-        InputError: there are no files, or the hub does not give one.
+        InputError: there are no files, or the hub refuses one of them.
         StorageError: a file can't be fetched, or is damaged.
     """
     if not uris:

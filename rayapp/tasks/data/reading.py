@@ -128,7 +128,7 @@ class TrainingData:
         truth_kind: KindOf | None = None,
     ) -> None:
         if options.max_prompt_tokens is not None and encode is None:
-            raise InputError("max_prompt_tokens needs a tokenizer to measure prompts with")
+            raise InputError("max_prompt_tokens is set, but there is no `encode` to measure the prompts with")
         self._groups = groups
         self._options = options
         self._encode = encode

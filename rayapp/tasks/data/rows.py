@@ -33,7 +33,7 @@ MAX_TEST_CHARS = 1 << 20
 """Maximum characters of a problem's inputs and outputs: further tests are left out, because training keeps many rows in
 memory."""
 _NUMBERS = {"cpp": 2, "": 3, "java": 4}
-"""Numbers of languages in CodeContests, by key; Python 3 is the empty text."""
+"""CodeContests' numbers for languages, by `Language.key`; the key of Python 3 is the empty string."""
 
 
 def humaneval_row(example: Mapping[str, Any], index: int, split: str, data_source: str) -> Row:
@@ -145,7 +145,7 @@ def _program_instruction(language: Language | None) -> str:
 
 
 def _first_solution(solutions: object, language: Language | None) -> str:
-    """Return the first solution; in Python the first that parses as Python 3, as some data sets also have Python 2."""
+    """Return the first solution. For Python it must parse as Python 3, because some data sets also hold Python 2."""
     for text in solutions if isinstance(solutions, list) else ():
         if not isinstance(text, str) or not text.strip():
             continue

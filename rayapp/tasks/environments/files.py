@@ -117,7 +117,7 @@ def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
     """
     kind = data["environment"]
     if kind not in KINDS:
-        raise InputError(f"task {path}: there is no kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
+        raise InputError(f"task {path}: unknown kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
                          f"It is one of {', '.join(KINDS)}")  # fmt: skip
     try:
         return KINDS[kind].model_validate({"name": path.stem, **data, "folder": path.parent})
@@ -196,6 +196,6 @@ def _read_rows(path: Path) -> list[Columns]:
         raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(
-            f"rows {path}: a JSON object a line (.jsonl) or a .parquet file was expected, and at least one"
+            f"rows {path}: expected at least one row, in a .parquet file or as one JSON object per line (.jsonl)"
         )
     return rows

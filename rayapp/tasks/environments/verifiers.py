@@ -51,7 +51,8 @@ def python_with(packages: Sequence[str]) -> Path:
     if stamp.exists():
         return python
     folder.mkdir(parents=True, exist_ok=True)
-    # Several rollout workers of a machine call this at once. The lock lies beside the folder: uv keeps its own in it.
+    # Several rollout workers of a machine call this at once. The lock file lies beside the folder, because uv locks a
+    # file inside it.
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists():
@@ -81,8 +82,8 @@ def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:
     if done.returncode:
         raise InputError(
             f"the packages {', '.join(packages)} can't be installed into {folder}: "
-            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Mend `packages`, or install them yourself and name that "
-            "interpreter as `python`"
+            f"{' '.join(done.stderr.split())[-_SHOWN_CHARS:]}. Correct `packages`, or install them yourself and name "
+            "that interpreter as `python`"
         )
 
 

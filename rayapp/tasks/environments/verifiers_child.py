@@ -67,13 +67,13 @@ class Taskset:
         kind = environment_class(given["id"], options.get("id", ""))
         config = concrete_type(kind, EnvConfig) or EnvConfig
         if kind is SingleAgentEnv:
-            # The package's default is a rented remote machine.
+            # Run the agent on this machine: the package's default runtime is a rented remote machine.
             options.setdefault("agent", {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}})
         options["taskset"] = {**options.get("taskset", {}), "id": given["id"]}
         self.environment = load_environment(config.model_validate(options))
         taskset = self.environment.taskset
         if not given["size"] and not taskset.bounded:
-            raise ValueError("this taskset never ends: say how many of its rows with size")
+            raise ValueError("this taskset has no end: set size to the number of rows to use")
         self.tasks = list(islice(taskset, given["size"] or None))
 
     def prompts(self) -> list[Any]:
@@ -96,8 +96,8 @@ class Taskset:
 
 
 def load(given: dict[str, Any]) -> Classic | Taskset:
-    """Return the environment, of either kind."""
-    # Replaces this script's own folder, which also has a verifiers.py.
+    """Return the environment, with the interface that the installed verifiers has."""
+    # Replace this script's folder on the path: it also has a verifiers.py, which would hide the package.
     sys.path[0] = given["folder"]
     try:
         from verifiers import load_environment  # noqa: F401

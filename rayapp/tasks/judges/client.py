@@ -28,7 +28,7 @@ class EndpointClient:
     """One process's client of a model.
 
     Args:
-        num_sharing: number of processes that use the model at the same time; each uses its share of the limits.
+        num_sharing: number of processes that use the model at the same time; the limits are divided among them.
     Raises:
         ConfigError: the key's variable is not set, or the server belongs to another run.
     """
@@ -36,8 +36,8 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
         if server_named(endpoint.base_url):
             raise ConfigError(
-                f"{endpoint.who} is at {endpoint.base_url}, a server that its run starts and ends. Serve the model "
-                "(vllm serve) and give that base_url."
+                f"{endpoint.who} is at {endpoint.base_url}, a server that exists only during the training run. Serve "
+                "the model yourself (vllm serve) and set base_url to that server."
             )
         self._endpoint = endpoint
         self._key = read_key(endpoint.api_key_env, endpoint.who)

@@ -51,7 +51,7 @@ class Bill:
 
 
 class JudgeFailedError(RewardFailedError):
-    """A judge's answer is unusable, but cost money."""
+    """An unusable answer of a judge, with its cost."""
 
     def __init__(self, message: str, kind: str, bill: Bill | None = None) -> None:
         super().__init__(message, kind)
@@ -155,7 +155,7 @@ class Judge:
         return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()
 
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
-        """Ask, and once more after an unusable answer; at temperature 0 a second answer would be the same."""
+        """Ask the judge; ask again after an unusable answer, except at temperature 0, which would repeat the answer."""
         section, paid = self.section, Bill()
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
         if section.response_format != "none":
@@ -181,7 +181,7 @@ class Judge:
             if not isinstance(text, str):
                 raise TypeError
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._failed(f"no chat completion: {_short(found)}") from None
+            raise self._failed(f"the answer is not a chat completion: {_short(found)}") from None
         try:
             return read_answer(text, schema)
         except RewardFailedError as error:
@@ -195,13 +195,15 @@ class Judge:
         try:
             probs = [float(value) for value in found["data"][0]["probs"]]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise self._failed(f"no classification: {_short(found)}") from None
+            raise self._failed(f"the answer is not a classification: {_short(found)}") from None
         return Judgement(answer={"probs": probs}, bill=self._bill(found))
 
     def _of_class(self, probs: list[float]) -> float:
         place = self.section.class_index
         if (place is None and len(probs) != 1) or (place or 0) >= len(probs):
-            raise self._failed(f"the model has {len(probs)} classes, and class_index is {place}: name one of them")
+            raise self._failed(
+                f"class_index is {place}, but the model has {len(probs)} classes: set class_index to one of them"
+            )
         try:
             return storable(probs[place or 0])
         except ValueError:
@@ -232,8 +234,8 @@ def _keep(path: Path, said: Judgement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path) as pending:
             pending.write_text(json.dumps(said.answer))
-    except OSError as error:  # with a full disk the same question costs again later
-        log.warning("a judge's answer is not kept: %s", error)
+    except OSError as error:  # a full disk costs only a repeated question later
+        log.warning("a judge's answer could not be cached: %s", error)
 
 
 def _short(found: Mapping[str, Any]) -> str:

@@ -109,9 +109,13 @@ def read_answer(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         found = json.loads(parts[1] if len(parts) == 3 else text, object_pairs_hook=_each_once)
         problem = best_match(Draft202012Validator(schema).iter_errors(found))
     except (ValueError, RecursionError):
-        raise RewardFailedError(f"answered no JSON: {one_line(text, 200)!r}", "judge_answer") from None
+        raise RewardFailedError(
+            f"answered with text that is not JSON: {one_line(text, 200)!r}", "judge_answer"
+        ) from None
     if problem is not None:
-        raise RewardFailedError(f"answered another object than asked for: {one_line(text, 200)!r}", "judge_answer")
+        raise RewardFailedError(
+            f"answered with an object of another form than the prompt asks for: {one_line(text, 200)!r}", "judge_answer"
+        )
     return {name: value for name, value in found.items() if name != "question"}
 
 

@@ -27,7 +27,7 @@ from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.sentinels import Sentinel, draw, run_by, with_sentinels
 
 WORKDIR = "/app"
-"""Default folder of a repository; the only one in local sandboxes."""
+"""Default folder of a repository; local sandboxes support only this one."""
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
@@ -125,9 +125,9 @@ def without_steering(
 ) -> tuple[dict[str, str], list[str]]:
     """Undo changes to files that control a test runner. Returns the repository and the paths of the undone changes.
 
-    Such files are the runner's configuration, Python's start-up code, and new top-level modules with the name of a
-    module of Python or pytest. Files whose names are in the texts `told` (the task's instruction and solution) may be
-    changed.
+    Such files are the runner's configuration, Python's start-up code, metadata of packages (which names plug-ins), and
+    new top-level modules with the name of a module of Python or pytest. Files whose names are in the texts `told` (the
+    task's instruction and solution) may be changed.
     """
     words = "\n".join(told)
     left_out = [
@@ -142,7 +142,8 @@ def without_steering(
 def _steers(path: str, base: Mapping[str, str]) -> bool:
     parts = PurePosixPath(path).parts
     is_new_module = path not in base and parts[0].removesuffix(".py") in _SHADOWED and path.endswith(".py")
-    return parts[-1] in _STEERS or is_new_module or parts[0] == HARBOR
+    is_plugin = parts[-1].endswith(".pth") or any(part.endswith((".egg-info", ".dist-info")) for part in parts)
+    return parts[-1] in _STEERS or is_new_module or is_plugin or parts[0] == HARBOR
 
 
 async def judge_by_script(
@@ -228,7 +229,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the value of its key `reward`, or its only value."""
+    """Return the number in a reward file: the value of its key `reward`, or else its only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)
@@ -249,5 +250,5 @@ def _reward(value: float, detail: str) -> Reward:
 def forged(passed: Sequence[Sentinel]) -> Reward:
     """Return the verdict on code that passed these sentinels, which right code fails."""
     names = ", ".join(sorted({sentinel.name for sentinel in passed}))
-    detail = f"forged: tests/test.sh also passes with a wrong expectation in {names}"
+    detail = f"forged: it also passes with a wrong expectation in {names}"
     return replace(_reward(0.0, ""), status="forged", detail=detail[:_SHOWN_CHARS])

@@ -2,13 +2,15 @@
 
     folder -> agent_start: the repository, a quota, tools -> submit: the changed files, as an answer -> score
 
-The folder's own `test.sh` judges instead, if the user trusts it. Only the tool agent can play a repository task; see
+The folder's own `test.sh` judges instead, if the user trusts it; tasks of a data set in SWE-bench's form are judged by
+named tests of the repository (`swe.py`). Only the tool agent can play a repository task; see
 `rayapp.core.protocols.AgentTask`. An answer is JSON, `{"files": {"src/cart.py": "…", "old.py": null}}`: the whole text
 of each changed file, null for a deleted file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import hashlib
 import json
@@ -19,13 +21,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
+from typing import Any
 
-from rayapp.core.errors import InputError, SandboxProtocolError, UnusableWorkError
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
 from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
+from rayapp.tasks.repository.named_tests import NamedTests, PreparedTests, TestRun, named_verdict, passed_sentinels
 from rayapp.tasks.repository.scripts import (
     LINK_WORKDIR,
     SCRIPT_FAILURES,
@@ -36,7 +40,7 @@ from rayapp.tasks.repository.scripts import (
     run_solve_script,
     without_steering,
 )
-from rayapp.tasks.repository.sentinels import Sentinel
+from rayapp.tasks.repository.sentinels import Sentinel, draw
 from rayapp.tasks.text_process import TextReadingFailedError
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S, judged_in_sandbox
 
@@ -45,14 +49,37 @@ MAX_BYTES = 1 << 20
 MAX_FILES = 200
 _TIMEOUT_S = 30.0
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
+_START = "refs/rayapp/start"
+"""Git reference to the commit of the workspace's start."""
 _PROGRAM = """
-import hashlib, json, os, sys
-known, most, skipped = json.loads(sys.stdin.read())
+import hashlib, json, os, subprocess, sys
+known, most, skipped, start = json.loads(sys.stdin.read())
 files, size, problem = {}, 0, ''
-for folder, folders, names in os.walk('.'):
-    folders[:] = sorted(name for name in folders if name not in skipped)
-    for name in sorted(names):
+def git(*words):
+    told = subprocess.run(['git', '-c', 'safe.directory=*', '-c', 'core.hooksPath=/dev/null', *words],
+                          capture_output=True, check=True).stdout
+    return [os.fsdecode(name) for name in told.split(b'\\0') if name]
+def walked():
+    for folder, folders, names in os.walk('.'):
+        folders[:] = sorted(name for name in folders if name not in skipped)
+        yield folder, sorted(names)
+def changed():
+    git('add', '-A', '--', ':/')
+    yield '.', git('diff', '--cached', '--name-only', '--no-renames', '-z', start)
+try:
+    folders = list(changed() if start else walked())
+except FileNotFoundError:
+    print(json.dumps({'lacks': 'git'}))
+    sys.exit()
+except subprocess.CalledProcessError as error:
+    folders, problem = [], "the workspace's git history is damaged: " + error.stderr.decode(errors='replace')[-200:]
+if start:
+    known = dict.fromkeys((path for _, names in folders for path in names), '')
+for folder, names in folders:
+    for name in names:
         path = os.path.join(folder, name)[2:]
+        if set(path.split('/')) & set(skipped):
+            continue
         if os.path.islink(path) or not os.path.isfile(path) or name.endswith('.pyc'):
             continue
         with open(path, 'rb') as file:
@@ -76,20 +103,26 @@ _MAX_OUTPUT_BYTES = MAX_BYTES + (1 << 18)
 """MAX_BYTES, and room for quotes and line ends as JSON writes them; reading more would hold the event loop."""
 
 
-async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, str | None]:
+async def changed_files(sandbox: Sandbox, base: Mapping[str, str], *, by_git: bool = False) -> dict[str, str | None]:
     """Return path -> text of the files that were changed or created since the workspace's start; None for deleted ones.
 
+    Args:
+        by_git: ask git what changed since the workspace's start, instead of comparing with `base`; ignored files don't
+            count then.
     Raises:
+        SandboxConfigError: the sandbox has no git, which `by_git` needs.
         UnusableWorkError: too much has changed.
         SandboxError: the sandbox failed.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
-    told = json.dumps([known, MAX_BYTES, _SKIPPED])
+    told = json.dumps([{} if by_git else known, MAX_BYTES, _SKIPPED, _START if by_git else ""])
     ran = await sandbox.run_code(_PROGRAM, timeout_s=_TIMEOUT_S, stdin=told, max_output_bytes=_MAX_OUTPUT_BYTES)
     if ran.stopped_for is not None:
         raise UnusableWorkError(f"the workspace could not be read: stopped for {ran.stopped_for.value}")
     try:
         found = json.loads(ran.stdout)
+        if "lacks" in found:
+            raise SandboxConfigError(f"sandboxes of {sandbox.provider} lack git, which shows what an agent has changed")
         problem, files = found["problem"], dict(found["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise SandboxProtocolError(f"the workspace could not be read: {ran.error or 'no answer'}") from None
@@ -139,6 +172,17 @@ def applied(
 
 TOOLS = ("bash", "edit", "python", "submit_work")
 _GIT = "git init -q . && git add -A && git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out'"
+_NEW_GIT = f"""
+tracked=$(git -c safe.directory='*' ls-files -z 2>/dev/null | base64)
+rm -rf .git && git init -q . && git add -A
+if [ -n "$tracked" ]; then
+  printf %s "$tracked" | base64 -d > .git/tracked && git add -f --pathspec-from-file=.git/tracked --pathspec-file-nul
+else
+  git add -A -f
+fi
+git -c user.name=task -c user.email=task@localhost commit -q -m 'As handed out' && git update-ref {_START} HEAD
+"""
+"""Shell commands that replace a repository's history by one commit: a history may hold the solution."""
 _SETUP_TIMEOUT_S = 30.0
 _PROCESSES = 64
 """Maximum number of processes in a sandbox; Git starts helper processes."""
@@ -181,15 +225,17 @@ class RepositoryTask:
 
     def agent_start(self) -> AgentStart:
         """Return the instruction and the workspace: the repository, with a quota, and under git if it is installed."""
-        told = f"{self.folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
+        folder = self.folder
+        told = f"{folder.instruction}\n\nThe repository is your workspace. Call submit when you are done."
+        git = _NEW_GIT if folder.named else f"{LINK_WORKDIR}{_GIT}" if folder.workdir else _GIT
         return AgentStart(
             messages=({"role": "user", "content": told},),
-            files=self.folder.repository,
+            files=folder.repository,
             tools=TOOLS,
             tools_kwargs={"submit": {"create_kwargs": {"collect": self.collect}}},
             spec=self.spec,
-            images=self.folder.images,
-            setup=("bash", "-c", f"{LINK_WORKDIR}{_GIT}" if self.folder.workdir else _GIT, self.folder.workdir),
+            images=folder.images,
+            setup=("bash", "-c", git, folder.workdir),
         )
 
     async def collect(self, sandbox: Sandbox) -> str:
@@ -199,7 +245,8 @@ class RepositoryTask:
             UnusableWorkError: too much has changed.
             SandboxError: the sandbox failed.
         """
-        return as_answer(await changed_files(sandbox, self.folder.repository))
+        by_git = self.folder.named is not None
+        return as_answer(await changed_files(sandbox, {} if by_git else self.folder.repository, by_git=by_git))
 
     async def solve(self, sandboxes: SandboxSource) -> str | None:
         """Return the solution as an answer; None if the folder has no solution. A `solve.sh` runs in a workspace.
@@ -216,7 +263,7 @@ class RepositoryTask:
             for path, text in start.files.items():
                 await sandbox.write_file(path, text.encode())
             await sandbox.run_command(start.setup, timeout_s=_SETUP_TIMEOUT_S)
-            await run_solve_script(sandbox, folder.solution, workdir=folder.workdir, timeout_s=folder.timeout_s)
+            await run_solve_script(sandbox, folder.solution, workdir=folder.workdir or ".", timeout_s=folder.timeout_s)
             return await self.collect(sandbox)
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
@@ -231,7 +278,7 @@ class RepositoryTask:
             found = no_answer("no answer was handed in")
         else:
             try:
-                found = await self._verdict(self.with_changes(files), sandboxes, seed)
+                found = await self._verdict(files, sandboxes, seed)
             except TextReadingFailedError as error:
                 found = Reward.invalid(error.kind, str(error))
         return replace(found, time_score_s=time.monotonic() - started)
@@ -240,7 +287,10 @@ class RepositoryTask:
         """Return the repository with these changes, without changes to files that don't belong to an answer."""
         return applied(self.folder.repository, files, self.folder.own.answer)
 
-    async def _verdict(self, repository: Mapping[str, str], sandboxes: SandboxSource, seed: int) -> Reward:
+    async def _verdict(self, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int) -> Reward:
+        if self.folder.named is not None:
+            return await self._by_named_tests(self.folder.named, files, sandboxes, seed)
+        repository = self.with_changes(files)
         if self.folder.script is None:
             return await judged_in_sandbox(sandboxes, self.verdict_spec, partial(self._judge, repository))
         found = await self._by_script(repository, sandboxes)
@@ -268,7 +318,7 @@ class RepositoryTask:
         fails.
 
         If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
-        fraction, the code must have passed all of them: the script may not run the test of a single one.
+        fraction, the code must have passed all of them: the script might not run the test of a single sentinel.
         """
         sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
         passed = []
@@ -290,6 +340,85 @@ class RepositoryTask:
         solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
         with_it = await self._by_script(solution, sandboxes, (sentinel,))
         return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
+
+    async def run_named_tests(
+        self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
+    ) -> TestRun | Reward:
+        """Return the outcomes of the named tests; an invalid reward if their patch does not apply. Options are those of
+        `PreparedTests.run`."""
+        prepared = await self._prepared(tests, sandbox)
+        if isinstance(prepared, Reward):
+            return prepared
+        return await prepared.run(self._counted(tests, files), timeout_s=self.folder.timeout_s, **options)
+
+    async def _by_named_tests(
+        self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
+    ) -> Reward:
+        """Return the verdict of the named tests; that of a forgery, if the code passes them and also sentinels that the
+        solution fails."""
+        rng, wrong = random.Random(f"sentinels/{self.name}/{seed}"), list[Sentinel]()
+
+        async def judge(sandbox: Sandbox) -> Reward:
+            prepared = await self._prepared(tests, sandbox)
+            if isinstance(prepared, Reward):
+                return prepared
+            wrong[:] = self._drawn(tests, prepared.texts, rng)
+            run = await prepared.run(self._counted(tests, files), timeout_s=self.folder.timeout_s)
+            return named_verdict(tests, run, pays_share=self.folder.own.score == "share")
+
+        found = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+        if not found.valid or not found.terms["solved"] or not wrong:
+            return found
+        passed = await self._passed(tests, wrong, files, sandboxes)
+        if isinstance(passed, list) and passed and self.folder.solution:
+            solution = read_answer(await self.solve(sandboxes) or "") or {}
+            also = await self._passed(tests, passed, solution, sandboxes)
+            passed = [each for each in passed if each not in also] if isinstance(also, list) else also
+        elif isinstance(passed, list) and len(passed) < len(wrong):
+            return found  # an ineffective sentinel, as far as one can tell without a solution
+        if isinstance(passed, Reward):
+            return passed
+        return forged(passed) if passed else found
+
+    async def _passed(
+        self, tests: NamedTests, sentinels: list[Sentinel], files: Mapping[str, str | None], sandboxes: SandboxSource
+    ) -> list[Sentinel] | Reward:
+        """Return the sentinels that code with these changes passes; an invalid reward if the sandboxes fail."""
+        found: list[Sentinel] = []
+
+        async def judge(sandbox: Sandbox) -> Reward:
+            run = await self.run_named_tests(tests, files, sandbox, sentinels=sentinels)
+            if isinstance(run, Reward):
+                return run
+            found[:] = passed_sentinels(sentinels, tests.names, run)
+            return named_verdict(tests, run, pays_share=False)
+
+        verdict = await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+        return found if verdict.valid else verdict
+
+    async def _prepared(self, tests: NamedTests, sandbox: Sandbox) -> PreparedTests | Reward:
+        # In a thread: a repository of a mirror may have to be read first.
+        return await PreparedTests.prepare(sandbox, tests, await asyncio.to_thread(dict, self.folder.repository))
+
+    def _drawn(self, tests: NamedTests, texts: Mapping[str, bytes], rng: random.Random) -> list[Sentinel]:
+        """Return the sentinels of a verdict: at most one for each of the named tests."""
+        named = {name.partition("[")[0] for name in tests.names}
+        firsts: dict[str, Sentinel] = {}
+        for each in draw(texts, list(texts), rng):
+            if each.name in named:
+                firsts.setdefault(each.name, each)
+        return list(firsts.values())[: self.folder.own.sentinels]
+
+    def _counted(self, tests: NamedTests, files: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the changes that count: none to the tests, or to files that control how tests run."""
+        base, told = self.folder.repository, (self.folder.instruction, *self.folder.solution.values())
+        own = {path: text for path, text in files.items() if path not in tests.own_files}
+        _, left_out = without_steering(
+            {path: base[path] for path in own if path in base},
+            {path: "\0" if text is None else text for path, text in own.items()},
+            told,
+        )
+        return {path: text for path, text in own.items() if path not in left_out}
 
     async def judge_by_script(
         self, changed: Mapping[str, str], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()

@@ -24,11 +24,11 @@ class Outcome:
     fallbacks: float = 0.0
     strays_ended: float = 0.0
     reported_left: int = 0
-    """Sandboxes that a pool reported it could not end."""
+    """Number of sandboxes that pools reported as impossible to end."""
     injected: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> dict[str, object]:
-        """The counts as plain data for JSON."""
+        """Return the counts as plain data for JSON."""
         invalid = sum(self.invalid.values())
         return {
             "executions": self.executions,
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def merged(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcomes of several runs as one."""
+    """Return the sum of several runs' outcomes."""
     total = Outcome()
     for outcome in outcomes:
         for each in fields(Outcome):

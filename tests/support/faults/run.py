@@ -49,7 +49,7 @@ class FaultRun:
     concurrency: int = 12
     """Executions at once, for each provider."""
     timeout_s: float = 20.0
-    """Deadline of an honest program: long, since a slow machine must not make a wrong verdict."""
+    """Deadline of an honest program: long, because a slow machine must not cause a wrong verdict."""
     answer_within_s: float = 10.0
     """Seconds that a call may take beyond its deadline. A call that hangs takes both."""
     create_timeout_s: float = 10.0
@@ -106,7 +106,7 @@ class _Services:
 
 
 class _Counting:
-    """A lender that counts how often one execution asked for a sandbox."""
+    """A sandbox source that counts how often one execution asked for a sandbox."""
 
     def __init__(self, client: PoolClient) -> None:
         self._client = client

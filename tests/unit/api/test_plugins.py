@@ -148,7 +148,7 @@ def test_what_does_not_keep_a_contract_is_told() -> None:
 
     with pytest.raises((AssertionError, AttributeError)):
         check_task(Silent())
-    with pytest.raises(AssertionError, match="a reward is a function"):
+    with pytest.raises(AssertionError, match="a reward must be a function"):
         check_reward(4)
     with pytest.raises(rayapp.RayappError, match="raised KeyError"):
         check_reward(lambda **_: {}["score"])
@@ -156,5 +156,5 @@ def test_what_does_not_keep_a_contract_is_told() -> None:
     class Nameless(rayapp.ToolBase):
         schema = rayapp.ToolSchema(name="")
 
-    with pytest.raises(AssertionError, match="a tool's schema has a name"):
+    with pytest.raises(AssertionError, match="a tool's schema must have a name"):
         check_tool(Nameless)

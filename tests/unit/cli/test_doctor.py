@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayapp.cli.doctor import Finding, _token_folder, fitness, gpu_names, machine, metrics_port
+from rayapp.cli.doctor import Finding, _gpu_computes, _token_folder, fitness, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.learner.memory.plan import plan_host
@@ -136,7 +136,7 @@ def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_n
         return [f"{each.level}: {each.detail}" for each in fitness(config) if each.what == "/dev/shm"]
 
     assert found() == [
-        "note: 0.1 GiB are free, cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
+        "note: 0.1 GiB are free, but cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
     ]
     assert "problem: 64 MiB are free, and vLLM's ranks (server.tensor_parallel_size) need 160 MiB" in found(
         server={"tensor_parallel_size": 2}
@@ -263,7 +263,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
     )
 
     assert found["data"].detail.startswith(
-        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no rule here"
+        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no scoring rule in rayapp"
     )
 
 
@@ -305,6 +305,23 @@ def test_host_memory_of_a_gpu_machine_is_added_up(model: Path, monkeypatch: pyte
 
     assert "host memory: 12 GiB = 0 sleeping servers' weights" in found["memory"].detail
     assert "11 processes + 1 object store; 8 are available" in found["memory"].detail
+
+
+def test_a_gpu_without_kernels_for_8_bits_is_a_problem(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "server": {"kv_cache_dtype": "fp8"},
+            "algorithm": {"rollout_correction": {"level": "token"}},
+        }
+    )
+
+    (finding,) = _gpu_computes(config)
+
+    assert (finding.level, finding.cure) == ("problem", "use auto")
+    assert "this GPU has 8.0" in finding.detail
 
 
 def test_a_home_that_cannot_hold_rays_token_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

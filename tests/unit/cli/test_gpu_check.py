@@ -49,7 +49,7 @@ def test_a_machine_with_one_gpu_leaves_out_what_needs_two(tmp_path: Path) -> Non
         "p2p", "all-reduce", "vllm-tp2", "split", "split-store", "async",
     }  # fmt: skip
     assert {check.name for check in CHECKS if check.why_not(context_of(tmp_path)) == "needs a GPU"} == {
-        "p2p", "memory", "vllm-eager", "vllm-tp2",
+        "p2p", "memory", "vllm-eager", "vllm-fp8", "vllm-tp2",
     }  # fmt: skip
 
 

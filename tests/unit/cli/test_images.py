@@ -70,4 +70,4 @@ def test_what_can_not_be_built_is_told_in_one_line(
     assert "there is no" in capsys.readouterr().err
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     assert run(["images", "build", str(tmp_path), "--name", "x", "--config", str(config)]) == 2
-    assert "no buildah, podman or docker is installed" in capsys.readouterr().err
+    assert "none of buildah, podman, docker is installed" in capsys.readouterr().err

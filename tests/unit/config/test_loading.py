@@ -176,16 +176,19 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
-            "distillation.reward_weight is 0: rewards that have no weight",
+            "distillation.reward_weight is 0: rewards without a weight",
         ),
         (
             ["rollout.group_size=1", "algorithm.adv_estimator=grpo_passk"],
             "adv_estimator grpo_passk compares the trajectories of a group",
         ),
-        (["rollout.group_size=1", "algorithm.adv_estimator=remax"], "the greedy baseline of remax"),
+        (
+            ["rollout.group_size=1", "algorithm.adv_estimator=remax"],
+            "remax takes the last trajectory of a group as greedy baseline",
+        ),
         (
             ["algorithm.kl_in_reward={coef: 0.1, control: adaptive, horizon: 10}", "train.groups_per_step=4"],
-            "0.2 x 64 / 10 of itself, to 0 or below. Use a horizon above 12",
+            "factor 0.2 x 64 / 10, to 0 or below. Use a horizon above 12",
         ),
         (
             ["algorithm.kl_in_reward.coef=0.1", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_terms=[a]"],
@@ -258,3 +261,21 @@ def test_filters_of_sampling_are_refused_with_the_reason(override: str) -> None:
 def test_the_file_of_a_benchmark_is_not_a_file_of_rows() -> None:
     assert not is_data_file("benchmark:humaneval=HumanEval.jsonl")
     assert is_data_file("HumanEval.jsonl")
+
+
+def test_partial_rollouts_need_a_step_of_staleness_and_fit_shared_gpus() -> None:
+    with pytest.raises(ConfigError, match="Set max_staleness: 1 or more"):
+        load_config(None, ["train.partial_rollouts=true"])
+    with pytest.raises(ConfigError, match="extra_groups is 5, but max_staleness 2 x groups_per_step 2 = 4"):
+        load_config(None, ["train.extra_groups=5", "train.max_staleness=2"])
+    with pytest.raises(ConfigError, match=r"train\.partial_rollouts"):
+        load_config(None, ["cluster.placement=colocated", "train.max_staleness=1"])
+
+    config = load_config(
+        None,
+        ["cluster.placement=colocated", "train.max_staleness=2", "train.partial_rollouts=true", "train.extra_groups=1"],
+    )
+    assert (config.train.max_groups_in_flight, config.train.takes_turns) == (3, True)
+    # A group that is kept waits for the learners, twice.
+    alone = load_config(None, ["train.max_staleness=2", "train.extra_groups=1"])
+    assert config.group_deadline_s == alone.group_deadline_s + 2 * config.recovery.stall_stop_s

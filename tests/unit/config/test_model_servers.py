@@ -59,7 +59,10 @@ def test_a_judge_that_no_source_names_needs_no_server() -> None:
             "distillation: teacher is 'models/large', but at run://large it is called 'large'",
         ),
         ({"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]}, "the same name"),
-        ({"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]}, "'--port' is set by the"),
+        (
+            {"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]},
+            "the run itself sets '--port'",
+        ),
     ],
 )
 def test_what_can_not_work_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -105,7 +105,7 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", [{"tasks": ["sort_numbers"]}, {"eval": {"tasks": ["a.parquet"]}}])
 def test_the_short_forms_are_not_given_beside_sources(tmp_path: Path, section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is short for a run with one source"):
+    with pytest.raises(ConfigError, match="is a short form for a run with one source"):
         load_config(write(tmp_path, CODE, **section))
 
 

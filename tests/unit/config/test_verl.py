@@ -184,7 +184,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
     ("override", "reason"),
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "known here are: kl, k1, mse"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "rayapp has kl, k1, mse"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
@@ -196,20 +196,20 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set it"),
         (
             "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
-            "your custom_reward_function asks the model through verl's router",
+            "your custom_reward_function calls the model through verl's router",
         ),
         ("~data.seed", "key=value"),
-        ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
-        ("custom_reward_function.reward_kwargs.a=3", "bind arguments"),
-        ("data.apply_chat_template_kwargs.a=[1]", "must be a text, a number"),
-        ("data.custom_cls.path=a.py", "verl's own parquet schema"),
-        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "tools are the only ones"),
+        ("reward_model.reward_manager=mine", "known reward managers are naive, batch, prime, dapo"),
+        ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
+        ("data.apply_chat_template_kwargs.a=[1]", "must be a string, a number"),
+        ("data.custom_cls.path=a.py", "verl's default schema"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "only tools answer the policy"),
         ("actor_rollout_ref.model.override_config.vocab_size=3", "a copy of the model"),
-        ("trainer.resume_mode=resume_path", "known here are: auto, disable"),
-        ("reward.reward_kwargs.temper=3", "no reward here takes it"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
+        ("trainer.resume_mode=resume_path", "rayapp has auto, disable"),
+        ("reward.reward_kwargs.temper=3", "rayapp's rewards have no such argument"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "rayapp has tool_agent, single_turn_agent"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "it follows from run.seed here"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "rayapp sets it from run.seed"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.attention_bakend=A", "did you mean attention_backend"),
         ("actor_rollout_ref.rollout.quantization=fp8", "rollout_correction.level is none"),
@@ -220,7 +220,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
             f"{TEACHER} distillation.teacher_models.b.model_path=b distillation.teacher_models.c.model_path=c",
             "b, c are",
         ),
-        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*known here are: k1 with"),
+        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*rayapp has k1 with"),
         (
             f"{TEACHER} {REVERSE} distillation.distillation_loss.clip_ratio_high=0.3",
             r"clip_ratio_high = 0\.3 can't be imported",
@@ -229,9 +229,9 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "known here are: bfloat16"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "rayapp has bfloat16"),
         ("actor_rollout_ref.actor.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "without Megatron"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "not Megatron"),
         ("data.train_batch_size=0", "at least 1"),
         ("trainer.nnodes=0", "at least 1"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "at least 1"),
@@ -467,7 +467,7 @@ def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path)
     assert found.config.lacks_baseline
     (note,) = [row.landing.note for row in found.rows if row.key == "actor_rollout_ref.rollout.n"]
     assert (
-        note == "warning: grpo has nothing to compare, so rewards are the advantages, as in verl; set "
+        note == "warning: grpo has no other trajectory to compare with, so rewards are the advantages, as in verl; set "
         "actor_rollout_ref.rollout.n=8"
     )
 

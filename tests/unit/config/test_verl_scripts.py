@@ -144,7 +144,7 @@ def test_the_command_that_trains_is_taken_among_others_and_its_file_found_from_a
 def test_the_part_of_bash_that_scripts_use(tmp_path: Path, value: str, before: str, expected: str | None) -> None:
     path = script(tmp_path, command_with(value, before))
     if expected is None:
-        with pytest.raises(ConfigError, match="only under a condition"):
+        with pytest.raises(ConfigError, match="set under a condition"):
             read_script(path, {})
     else:
         assert read_script(path, {"A": ""}).arguments == (f"actor_rollout_ref.model.path={expected}",)

@@ -59,7 +59,7 @@ def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) ->
 def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
 
-    with pytest.raises(RunFolderError, match=r"costs\.json can't be read.*Delete it to count from 0"):
+    with pytest.raises(RunFolderError, match=r"costs\.json can't be read.*Delete this file to count from 0"):
         Costs.open(PRICES, 1, tmp_path)
 
 
@@ -86,7 +86,7 @@ async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(tmp_path: Pat
 
 async def test_a_run_whose_budget_is_spent_does_not_start_again(tmp_path: Path) -> None:
     costs = Costs.open(BudgetSection(cap=1.0), 0, tmp_path, warmup=1.5)
-    with pytest.raises(BudgetSpentError, match=r"Raise budget\.cap and give the same command to go on"):
+    with pytest.raises(BudgetSpentError, match=r"raise budget\.cap and run the same command"):
         async with counting(costs, lambda: 1, pool, print):
             pytest.fail("it started")
 
@@ -98,3 +98,9 @@ async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
     assert Costs.open(BudgetSection(), 0, tmp_path).total > 0
+
+
+def test_a_teacher_behind_a_url_costs_the_tokens_that_it_reads(tmp_path: Path) -> None:
+    costs = Costs.open(BudgetSection(teacher_million_tokens=2.0), 0, tmp_path)
+
+    assert costs.step_metrics({"tokens/total": 250_000.0})["cost/teacher"] == pytest.approx(0.5)

@@ -23,6 +23,7 @@ from rayapp.driver.feeding import MAX_ISSUES
 from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.metrics import read_metrics
@@ -94,7 +95,8 @@ def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None =
     cluster = SimpleNamespace(
         config=config,
         is_synchronous=True,
-        rollout_worker=lambda group_id: worker,
+        rollout_workers=[worker],
+        images=ImagePlacement.of(config),
         router=Router(2, is_up=lambda server: server == 1 or worker.num_settled == 0),
         supervisor=worker,
         check_weights=lambda: None,

@@ -19,6 +19,7 @@ from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog
+from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
 from support.learners import sampled
 
@@ -40,7 +41,11 @@ class Worker:
     def __init__(self) -> None:
         self.cohorts: list[Cohort | None] = []
         self.fails_with: dict[int, Exception] = {}
+        self.prefetched: list[str] = []
         self.most = self._now = 0
+
+    async def prefetch(self, images: list[str]) -> None:
+        self.prefetched += images
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, object]:
         if request.group_id in self.fails_with:
@@ -60,7 +65,11 @@ async def no_stacks() -> str:
 
 def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Training:
     cluster: Any = SimpleNamespace(
-        config=config, is_synchronous=max_staleness == 0, rollout_worker=lambda group_id: worker, router=Router(1)
+        config=config,
+        is_synchronous=max_staleness == 0,
+        rollout_workers=[worker],
+        router=Router(1),
+        images=ImagePlacement.of(config),
     )
     store: Any = TrajectoryStore(
         groups_per_step=NUM_GROUPS, max_staleness=max_staleness, version=0, num_groups=NUM_GROUPS
@@ -95,6 +104,20 @@ async def test_groups_that_the_workers_cannot_hold_wait_in_the_driver(
     assert [group.summary.group_id for group in groups] == list(range(NUM_GROUPS))
     assert worker.most == 2
     assert worker.cohorts == cohorts
+
+
+async def test_images_of_a_step_and_of_the_one_after_it_are_pulled_before_their_groups_start() -> None:
+    config = Config.model_validate({"train": {"groups_per_step": NUM_GROUPS, "num_steps": 9}})
+    worker = Worker()
+    run = run_of(worker, config, max_staleness=0)
+    prompts = tuple((f"image:{number}",) for number in range(40))
+    run.cluster.images = ImagePlacement.of(config, [prompts])
+
+    async with asyncio.timeout(60), feeding(run):
+        await run.store.take(NUM_GROUPS)
+
+    coming = [GroupRequest(group_id=number, policy_version=0) for number in range(2 * NUM_GROUPS)]
+    assert worker.prefetched == [image for request in coming for image in run.cluster.images.images(request)]
 
 
 CONFIG = Config.model_validate({"model": {"path": "m"}, "tasks": ["t"], "rollout": {"group_size": 4}})

@@ -55,6 +55,25 @@ async def test_staleness_one_admits_a_second_step_before_the_first_is_trained() 
     assert await store(max_staleness=1).reserve() == ([0, 1, 2, 3], 0)
 
 
+async def test_fewer_groups_than_staleness_allows_may_be_in_flight_and_unfinished_ones_outlive_a_step() -> None:
+    s = TrajectoryStore[int](
+        groups_per_step=2, max_staleness=2, max_in_flight=3, version=0, num_groups=100, straggler_window=4
+    )
+    assert await s.reserve() == ([0, 1, 2], 0)
+    for version in (0, 1):
+        for group_id in (2 * version + 1, 2 * version + 2):
+            await s.finish(summary(group_id, version), group_id)
+        assert [group.ref for group in await s.take(2)] == [2 * version + 1, 2 * version + 2]
+        await s.release(version + 1)
+        assert await s.reserve() == ([2 * version + 3, 2 * version + 4], version + 1)
+    # Group 0 is two steps old now, and waited for.
+    await s.finish(summary(5, 2), 5)
+    await s.finish(summary(6, 2), 6)
+    assert await is_blocked(s.take(2))
+    await s.finish(summary(0, 0), 0)
+    assert [group.ref for group in await s.take(2)] == [0, 5]
+
+
 async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:
     s = store(groups_per_step=3)
     await s.reserve()

@@ -36,10 +36,12 @@ class Run:
         self.luck = random.Random(seed)
         self.first_step = first_step
         version = first_step - 1
+        most = max_staleness * groups_per_step
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.store: TrajectoryStore[int] = TrajectoryStore(
             groups_per_step=groups_per_step,
             max_staleness=max_staleness,
+            max_in_flight=groups_per_step + random.Random(seed).randint(min(1, most), most),
             version=version,
             num_groups=(NUM_STEPS - version) * groups_per_step,
             straggler_window=straggler_window,

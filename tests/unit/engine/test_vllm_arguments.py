@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
 from rayapp.engine import vllm_arguments
-from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment, vllm_args
+from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, check_gpu, set_process_environment, vllm_args
 
 
 def cache_bytes(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, **sections: Any) -> int | None:
@@ -28,6 +29,49 @@ def test_a_cpu_takes_the_bytes_of_a_fraction_too(monkeypatch: pytest.MonkeyPatch
 
 def test_on_a_gpu_its_share_of_the_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_bytes(monkeypatch, has_gpu=True) is None
+
+
+def test_vllm_gets_the_rounding_and_the_further_arguments_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: True)
+    monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
+    server = {
+        "quantization": "fp8_per_block",
+        "kv_cache_dtype": "fp8",
+        "engine_args": {"attention_backend": "FLASHINFER", "enable_prefix_caching": False},
+    }
+    sections = {"server": server, "algorithm": {"rollout_correction": {"level": "token"}}}
+
+    args = vllm_args(Config.model_validate(sections))
+
+    assert (args["quantization"], args["kv_cache_dtype"]) == ("fp8_per_block", "fp8")
+    assert (args["attention_backend"], args["enable_prefix_caching"]) == ("FLASHINFER", False)
+    plain = vllm_args(Config())
+    assert (plain["quantization"], plain["kv_cache_dtype"]) == (None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "deterministic", "set_to"), [(True, True, "1"), (True, False, None), (False, True, None)]
+)
+def test_a_server_on_a_gpu_computes_batch_invariantly_if_the_run_repeats(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, deterministic: bool, set_to: str | None
+) -> None:
+    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: has_gpu)
+    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+
+    set_process_environment(Config.model_validate({"run": {"deterministic": deterministic}}))
+
+    assert os.environ.get("VLLM_BATCH_INVARIANT") == set_to
+
+
+def test_a_server_on_a_gpu_without_the_kernels_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    sections = {"server": {"kv_cache_dtype": "fp8"}, "algorithm": {"rollout_correction": {"level": "token"}}}
+
+    with pytest.raises(ConfigError, match=r"this GPU has 8\.0: use auto"):
+        check_gpu(Config.model_validate(sections))
 
 
 def test_a_gpu_compiles_and_takes_long_prompts_in_larger_parts_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.timing import InHand
-from rayapp.core.types import SamplingParams
+from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.admission import ConcurrencyLimit, Gate
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_output import EngineLoad, EngineOutput
@@ -51,7 +51,7 @@ async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> 
     await engine.finish_update(3, {})
     assert recorded.calls == [
         "pause_generation wait",
-        "sleep 1",
+        "sleep 1 abort",
         "wake_up ['weights']",
         "start_weight_update",
         "finish_weight_update",
@@ -60,6 +60,53 @@ async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> 
     await engine.go_on()
     assert recorded.calls[6:] == ["wake_up ['kv_cache']"]
     assert engine.policy_version == 3
+
+
+async def test_a_sleep_that_keeps_requests_stops_them_between_two_tokens_and_starts_none() -> None:
+    recorded = Recorded()
+    engine = engine_of(recorded)
+
+    assert await engine.sleep(keeps_requests=True)
+    assert await engine.sleep(keeps_requests=True)
+    assert recorded.calls == ["pause_generation keep", "sleep 1 keep"]
+    late = asyncio.create_task(engine.generate(RequestId("group", 0, 0), [1], SamplingParams(max_tokens=1, seed=0)))
+    await asyncio.sleep(0.05)
+    assert recorded.calls == ["pause_generation keep", "sleep 1 keep"]
+    await engine.begin_update()
+    await engine.finish_update(3, {})
+    await engine.go_on()
+
+    async with asyncio.timeout(10):
+        while "add_request" not in recorded.calls[-1]:
+            await asyncio.sleep(0)
+    assert [call.split()[0] for call in recorded.calls[2:]] == [
+        "wake_up", "start_weight_update", "finish_weight_update", "collective_rpc", "wake_up", "add_request",
+    ]  # fmt: skip
+    late.cancel()
+
+
+async def test_where_nothing_sleeps_requests_are_kept_too() -> None:
+    recorded = Recorded()
+    recorded.model_config.enable_sleep_mode = False
+    engine = engine_of(recorded)
+
+    assert not await engine.sleep(keeps_requests=True)
+    assert recorded.calls == ["pause_generation keep"]
+
+
+def test_preemptions_of_a_sleep_are_not_taken_for_a_lack_of_cache() -> None:
+    seen: list[int] = []
+    load = EngineLoad(lambda kv_used, num_preempted: seen.append(num_preempted))
+    stats = SimpleNamespace(
+        num_running_reqs=0, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=0.0,
+        prefix_cache_stats=SimpleNamespace(queries=0, hits=0),
+    )  # fmt: skip
+    load.forgive(3)
+    for count in (2, 2, 1):
+        load.record(stats, SimpleNamespace(num_preempted_reqs=count, num_generation_tokens=1))
+
+    assert seen == [0, 1, 1]
+    assert load.scalars()["preempted"] == 2
 
 
 async def test_weights_in_shared_memory_wake_a_sleeping_engine_in_the_same_order() -> None:

@@ -17,7 +17,7 @@ from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.trajectories import path_to, summarize_group
-from rayapp.core.types import Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import AllowedTokens, Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE, end_ranks, start_ranks
@@ -141,6 +141,10 @@ def plain_gradient(
         if t.is_trainable:
             mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.float32))
     logits = model(tokens, attention_mask=attended).logits[:, :-1]
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    for i, (t, _) in enumerate(rows):
+        allowed[i, : t.num_tokens - 1] = torch.from_numpy(allowed_of(t, logits.shape[-1])[1:])
+    logits = logits.masked_fill(~allowed, float("-inf"))
     log_p = logits.log_softmax(-1)
     log_probs = log_p.gather(2, tokens[:, 1:, None])[..., 0]
     advantages = torch.tensor([a for _, a in rows])[:, None] * distillation.reward_weight
@@ -172,6 +176,34 @@ def plain_kl(log_p: torch.Tensor, log_q: torch.Tensor, distillation: Distillatio
     return (above * (above.log() - below.log())).sum(-1)
 
 
+def allowed_of(t: Trajectory, vocabulary: int) -> np.ndarray:
+    """Return the tokens that a form allowed in the place of each token, (T, V)."""
+    dense = np.ones((t.num_tokens, vocabulary), np.bool_)
+    if t.allowed is not None:
+        bits = np.unpackbits(t.allowed.masks.view(np.uint8), axis=1, bitorder="little")[:, :vocabulary].astype(np.bool_)
+        is_masked = t.allowed.mask_of >= 0
+        dense[is_masked] = bits[t.allowed.mask_of[is_masked]]
+    return dense
+
+
+def random_masks(rng: np.random.Generator, token_ids: np.ndarray) -> AllowedTokens:
+    """Return masks of about half of 97 tokens, each with the token that was sampled; some tokens have none."""
+    bits = np.zeros((token_ids.size, 128), np.bool_)
+    bits[:, :97] = rng.random((token_ids.size, 97)) < 0.5
+    bits[np.arange(token_ids.size), token_ids] = True
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return AllowedTokens(masks=masks, mask_of=np.where(rng.random(token_ids.size) < 0.3, -1, np.arange(token_ids.size)))
+
+
+def under_forms(group: Group, seed: int) -> Group:
+    """Return the trajectories with masks, different ones also where two trajectories are the same tokens."""
+    rng = np.random.default_rng(seed)
+    masked = [
+        t if i == 0 else replace(t, allowed=random_masks(rng, t.token_ids)) for i, t in enumerate(group.trajectories)
+    ]
+    return replace(group, trajectories=tuple(masked))
+
+
 def unfolded(t: Trajectory) -> list[Trajectory]:
     """Return a forked trajectory as one sequence for each turn, in which only that turn is trained."""
     if not t.forks:
@@ -180,7 +212,8 @@ def unfolded(t: Trajectory) -> list[Trajectory]:
     for turn in t.turns:
         path = path_to(turn.end - 1, t.forks)
         own = path >= turn.start
-        parts.append(replace(t, token_ids=t.token_ids[path], response_mask=own, forks=(), turns=()))
+        allowed = None if t.allowed is None else t.allowed.of(path)
+        parts.append(replace(t, token_ids=t.token_ids[path], response_mask=own, forks=(), turns=(), allowed=allowed))
     return parts
 
 
@@ -276,7 +309,33 @@ def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_mode
     assert_same_gradient(gradient_of_step(make_config(tiny_model), groups), plain_gradient(tiny_model, groups))
 
 
-def forking(group: Group, seed: int) -> Group:
+@pytest.mark.timeout(240)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**16),
+    max_tokens=st.sampled_from([40, 512]),
+    share_prefixes=st.booleans(),
+    chunk=st.sampled_from([16, 1024]),
+    forks=st.booleans(),
+)
+def test_under_forms_the_gradient_is_that_of_the_distribution_over_the_allowed_tokens(
+    tiny_model: Path, seed: int, max_tokens: int, chunk: int, *, share_prefixes: bool, forks: bool
+) -> None:
+    groups = make_groups(seed)
+    if forks:
+        groups, max_tokens = [forking(group, seed + i, with_forms=True) for i, group in enumerate(groups)], 512
+    else:
+        groups = [under_forms(group, seed + i) for i, group in enumerate(groups)]
+    config = make_config(
+        tiny_model,
+        max_tokens_per_microbatch=max_tokens,
+        share_prefixes=share_prefixes,
+        log_prob_chunk_tokens=chunk,
+    )
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
+
+
+def forking(group: Group, seed: int, *, with_forms: bool = False) -> Group:
     """Return trajectories that are trees: turns continue from any earlier turn, are retried, or begin a
     conversation."""
     rng = np.random.default_rng(seed)
@@ -299,6 +358,8 @@ def forking(group: Group, seed: int) -> Group:
                 finish_reason="stop",
                 policy_version=0,
             )
+            if with_forms and rng.random() < 0.6:
+                sampled = replace(sampled, allowed=random_masks(rng, sampled.token_ids))
             ends += tree.add_turn(after, read, sampled, text="", started_at_s=0.0)
         trajectories.append(
             replace(
@@ -308,6 +369,7 @@ def forking(group: Group, seed: int) -> Group:
                 rollout_log_probs=tree.trajectory().rollout_log_probs,
                 turns=tuple(tree.turns),
                 forks=tuple(tree.forks),
+                allowed=tree.trajectory().allowed,
             )
         )
     return replace(group, trajectories=tuple(trajectories))

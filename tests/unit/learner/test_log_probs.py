@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.config.other_models import DistillationSection
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
+from rayapp.core.types import AllowedTokens
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
 
 
 def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) -> Targets:
@@ -26,6 +29,7 @@ def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) 
     temperature=st.sampled_from([0.6, 1.0, 1.7]),
     with_entropy=st.booleans(),
     softcap=st.none() | st.sampled_from([0.7, 20.0]),
+    with_forms=st.booleans(),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
     seed: int,
@@ -35,6 +39,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     temperature: float,
     with_entropy: bool,
     softcap: float | None,
+    with_forms: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_rows, 8, generator=generator).requires_grad_()
@@ -48,10 +53,20 @@ def test_values_and_gradients_are_those_of_whole_logits(
         entropy_needs_grad=with_entropy,
         needs_sum_pi_squared=True,
     )
+    is_allowed = torch.ones(num_rows, 23, dtype=torch.bool)
+    if with_forms:
+        bits = torch.randint(0, 2, (3, 32), generator=generator).bool()
+        bits[:, targets.token_ids] = True
+        mask_of = torch.randint(-1, 3, (num_rows,), generator=generator)
+        is_allowed[mask_of >= 0] = bits[mask_of[mask_of >= 0], :23]
+        words = np.packbits(bits.numpy(), axis=1, bitorder="little").view(np.int32)
+        allowed = AllowedTokens(masks=words, mask_of=mask_of.numpy().astype(np.int32))
+        targets = replace(targets, allowed=masks_on(torch.device("cpu"), allowed))
     *found, no_kl = token_log_probs(hidden, weight, targets, options)
     assert not no_kl.any()
     logits = hidden @ weight.t()
-    whole = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).log_softmax(-1)
+    capped = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    whole = capped.masked_fill(~is_allowed, -1e4).log_softmax(-1)
     expected = (whole[rows, targets.token_ids], -(whole.exp() * whole).sum(-1), whole.exp().square().sum(-1))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayapp.cli.plan import plan_command
+from rayapp.cli.plan import plan_command, step_seconds
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
@@ -19,6 +20,7 @@ from rayapp.learner.memory.nearest import (
     largest_server_share,
     nearest_that_fits,
     overrides_between,
+    without_autos,
 )
 from rayapp.learner.memory.plan import (
     GRAPH_BYTES,
@@ -32,6 +34,8 @@ from rayapp.learner.memory.plan import (
 )
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
+from rayapp.learner.memory.token_budget import compare_with_plan
+from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
 SHAPE = ModelShape(
     num_parameters=1_000,
@@ -178,39 +182,32 @@ def test_a_compiled_learner_is_faster() -> None:
     assert train(QWEN3_8B, compiled, H100).seconds < train(QWEN3_8B, plain, H100).seconds
 
 
-QWEN = {
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None:
+    text = Path("configs", f"{name}.yaml").read_text()
+    assert text == with_plan(name, text), "stale: run python -m scripts.config_plans"
+    shape, config, gpu = planned(name)
+    plan = plan_gpu(shape, config, gpu)
+    assert plan.fits
+    assert plan.server.num_sequences >= 8
+    assert not list(late(config, generate(shape, config, gpu, plan.server).seconds))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "gpu"),
-    [
-        ("coding_8gpu", "3B", "h100"),
-        ("gsm8k_tool_8gpu", "3B", "h100"),
-        ("coding_1gpu", "1.5B", "rtx4090"),
-        ("swe_8gpu", "7B", "h100"),
-    ],
-)
-def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str, size: str, gpu: str, tmp_path: Path) -> None:
-    common = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "model_type": "qwen2"}
-    architecture = common | QWEN[size] | {"architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(architecture))
-    file = Path("configs") / f"{name}.yaml"
-    assert size in load_config(file, []).model.path
-    no_data = ["tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''"]
-    config = load_config(file, [f"model.path={tmp_path}", *no_data])
-    assert plan_command(config, gpu_called(gpu))
+def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(ARCHITECTURES / "qwen3-8b.json", tmp_path / "config.json")
+    config = load_config(Path("configs/long_8gpu.yaml"), [f"model.path={tmp_path}"])
+    assert plan_command(config, gpu_called("h100"))
+    assert "server.gpu_memory_utilization is auto: planned with 0.8" in capsys.readouterr().out
+
+
+def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
+    shape, config, gpu = planned("coding_8gpu_async")
+    rows = list(step_timeline(shape, config, gpu, plan_gpu(shape, config, gpu)))
+    of = {row.phase: row.speed.seconds for row in rows}
+    learners = of["train"] + of["optimizer"] + of["weight sync"]
+    assert step_seconds(config, rows) == pytest.approx(max(of["generate"], learners))
+    in_turns = with_values(config, train={"max_staleness": 0})
+    assert step_seconds(in_turns, rows) == pytest.approx(of["generate"] + learners)
 
 
 def test_adapters_are_counted_without_weights(tiny_model: Path) -> None:
@@ -430,3 +427,43 @@ def test_the_plan_is_what_a_learner_holds(tiny_model: Path, rank: int) -> None:
         assert plan.moments[0].head > kept_logits
     finally:
         learner.close()
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("b200", 2250), ("B200", 2250), ("GB200", 2500), ("MI300X", 1307),
+    ("RTX 5090", 209), ("rtx-4090", 165), ("L40S", 362), ("H200", 989), ("a100", 312)])  # fmt: skip
+def test_gpus_are_known_in_any_spelling(name: str, tflops: float) -> None:
+    assert gpu_called(name).tflops == tflops
+
+
+def test_a_gpu_can_be_given_by_its_figures() -> None:
+    gpu = gpu_called("memory_gib=94, memory_gb_s=3900,tflops=835")
+    assert (gpu.gib, gpu.memory_gb_s, gpu.tflops, gpu.link_gb_s) == (94, 3900, 835, 32)
+    for wrong in (
+        "memory_gib=94,tflops=835",
+        "memory_gib=94,memory_gb_s=x,tflops=1",
+        "memory_gib=1e999,tflops=-1",
+        "tpu",
+    ):
+        with pytest.raises(InputError, match="give the figures"):
+            gpu_called(wrong)
+
+
+def test_an_auto_share_fits_and_leaves_a_margin() -> None:
+    shared = {"cluster": {"placement": "colocated"}, "server": {"num_servers": 8, "gpu_memory_utilization": "auto"}}
+    auto = Config.model_validate(
+        shared | {"cluster": {"placement": "colocated", "device": "gpu", "num_gpus": 8},
+                  "learner": {"num_learners": 8, "max_tokens_per_microbatch": "auto", "activation_checkpointing": True}}
+    )  # fmt: skip
+    numbers = without_autos(QWEN3_8B, auto, H100)
+    assert plan_gpu(QWEN3_8B, numbers, H100).fits
+    assert numbers.server.gpu_share == pytest.approx(largest_server_share(QWEN3_8B, auto, H100) - 0.03)
+    assert numbers.learner.token_budget >= auto.max_learner_tokens
+
+
+def test_the_first_step_is_compared_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    metrics = compare_with_plan(20 * GIB, 21 * GIB, left=9 * GIB, tokens=4096)
+    assert metrics["memory/first_step_measured_gib"] == 20
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    compare_with_plan(26 * GIB, 21 * GIB, left=3 * GIB, tokens=4096)
+    assert "set learner.max_tokens_per_microbatch, now 4096, to 2048" in caplog.records[-1].message

@@ -268,7 +268,7 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(
     [
         (
             "{environment: gymnasium}",
-            "there is no kind of environment 'gymnasium'. It is one of trl, openenv, verifiers",
+            "unknown kind of environment 'gymnasium'. It is one of trl, openenv, verifiers",
         ),
         ("{environment: trl, factory: 'guessing.py:Guesing'}", "factory '.*guessing.py:Guesing'.*has no function"),
         ("{environment: trl, factory: 'guessing.py:Undescribed'}", r"Undescribed.look\(\) can't be a tool"),
@@ -681,7 +681,7 @@ def test_a_list_of_packages_is_installed_once_and_one_that_cant_be_is_told(
 
     assert python_with(["iniconfig==2.1.0"]) == python
     assert subprocess.run([python, "-s", "-c", "import iniconfig"], check=False).returncode == 0
-    with pytest.raises(InputError, match=r"packages iniconfig==0.0.0 can't be installed into .*Mend `packages`"):
+    with pytest.raises(InputError, match=r"packages iniconfig==0.0.0 can't be installed into .*Correct `packages`"):
         python_with(["iniconfig==0.0.0"])
 
 

@@ -300,7 +300,7 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
                 found[problem.prompt.source] = reward
             await sources.close()
             stub.said = "prose"
-            with pytest.raises(ConfigError, match="judge q answered no JSON: 'prose'"):
+            with pytest.raises(ConfigError, match="judge q answered with text that is not JSON: 'prose'"):
                 await open_sources(config, sandboxes)
 
     plain, judged = found["plain"], found["judged"]

@@ -86,10 +86,10 @@ def test_a_bucket_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_key_that_may_not_list_and_one_that_may_not_write(proxy: ProxyThread, tmp_path: Path) -> None:
     proxy.plan = lambda _: Fault.DENIED
-    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
         start(config(tmp_path))
     proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
-    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
         start(config(tmp_path))
 
 
@@ -204,7 +204,7 @@ def test_a_storage_that_fails_while_a_run_is_viewed_is_told_and_made_up_for(prox
 def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "format.json").write_text('{"form')
 
-    with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or no run"):
+    with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or is not a run's folder"):
         check_format(tmp_path)
 
 

@@ -23,7 +23,7 @@ def best(metric: str, *, keep_best: int = 1, every_steps: int = 0) -> BestMetric
 
 
 def test_a_name_that_no_step_has_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"best_metric is 'reward/maen', which is no metric.*mean reward/mean"):
+    with pytest.raises(ConfigError, match=r"best_metric is 'reward/maen', which is not a metric.*mean reward/mean"):
         best("reward/maen").score(STEP)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         best("zzzz").score(STEP)

@@ -141,6 +141,18 @@ def test_statuses_are_shares_of_all_trajectories_and_staleness_counts_optimizer_
     assert (metrics["tokens/response"], metrics["tokens/total"]) == (40, 80)
 
 
+def test_tokens_that_a_trajectory_kept_over_a_sync_are_counted() -> None:
+    # One began with version 1 and went on with 2; the others were sampled whole, by 2 and by 1.
+    partial = summary(tokens_by_version=({1: 30, 2: 10}, {2: 20}))
+    old = summary(tokens_by_version=({1: 20}, {}))
+
+    metrics = summarize_step([partial, old], version=2)
+
+    assert metrics["kept/trajectories"] == pytest.approx(1 / 3)
+    assert metrics["kept/tokens"] == 30 / 80
+    assert metrics["staleness/token_mean"] == 50 / 80
+
+
 def test_metrics_are_one_json_line_a_step_without_what_is_not_a_number(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log(1, {"b/two": 2.0, "a/one": float("nan"), "c": np.float32(0.5)})  # type: ignore[dict-item]

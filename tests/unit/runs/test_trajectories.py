@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
 from rayapp.core.types import (
+    AllowedTokens,
     CallRecord,
     ExpertArray,
     Fork,
@@ -70,6 +71,7 @@ def trajectories(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
         forks=tuple(Fork(start=start, after=start - 2) for start in draw(st.lists(st.integers(1, 9), max_size=2))),
         agent_output=draw(TEXT),
         routed_experts=draw(st.none() | experts(num_prompt + len(ids))),
+        allowed=draw(st.none() | st.just(masks(num_prompt + len(ids)))),
     )
 
 
@@ -77,6 +79,12 @@ def experts(num_tokens: int) -> st.SearchStrategy[ExpertArray]:
     """(T, 3, 2), of few experts or of many."""
     few, many = (np.arange(num_tokens * 6).reshape(num_tokens, 3, 2).astype(kind) for kind in (np.uint8, np.uint16))
     return st.sampled_from([few, 256 + many])
+
+
+def masks(num_tokens: int) -> AllowedTokens:
+    """Two masks of 96 tokens, or none at all."""
+    words = np.array([[1, -1, 0], [-(2**31), 5, 2**31 - 1]], np.int32)
+    return AllowedTokens(masks=words, mask_of=(np.arange(num_tokens) % 3 - 1).astype(np.int32))
 
 
 def plain(value: object) -> object:
@@ -108,6 +116,8 @@ def test_a_file_without_one_of_the_columns_is_refused_by_its_name(tmp_path: Path
     prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32), source="code")
     path, before = tmp_path / "step=000001.parquet", tmp_path / "before.parquet"
     write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(sampled(np.array([1, 2]), 1),))])
+    pq.write_table(pq.read_table(path).drop_columns(["allowed"]), before)
+    assert read_groups(before)[0].trajectories[0].allowed is None  # written before there were forms
     pq.write_table(pq.read_table(path).drop_columns(["source"]), before)
 
     assert read_groups(path)[0].prompt.source == "code"

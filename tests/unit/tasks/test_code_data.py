@@ -250,7 +250,7 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
 ) -> None:
     raw = write(tmp_path / "raw.jsonl", MBPP)
     for name, language, why in (
-        ("taco", "cobol", "language 'cobol' is not known: it is one of python, cpp, c,"),
+        ("taco", "cobol", "unknown language 'cobol': known are python, cpp, c,"),
         ("mbpp", "cpp", "--language cpp: only apps, taco, codecontests, livecodebench have programs"),
     ):
         argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]
@@ -273,6 +273,6 @@ def test_a_run_whose_rows_need_a_missing_compiler_is_refused_in_one_line(
     with pytest.raises(InputError) as caught:
         check_data(config, config.tasks)
     assert str(caught.value) == (
-        "rows that ask for C++: C++: sandboxes of local have no no-such-g++, which tests its programs: install it on "
-        "this machine, in /usr/bin"
+        "rows that ask for C++: C++: sandboxes of local have no no-such-g++, which is needed to test its programs: "
+        "install it on this machine, in /usr/bin"
     )

@@ -292,7 +292,7 @@ async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:
     assert read_answer('```json\n{"a": 1}\n```', schema) == {"a": 1}
     assert read_answer('I think so:\n\n```json\n{"a": 1}\n```\nas it is right.', schema) == {"a": 1}
     assert read_answer('<think>{"a": 2}</think>\n{"a": 1}', schema) == {"a": 1}
-    with pytest.raises(RewardFailedError, match="no JSON"):
+    with pytest.raises(RewardFailedError, match="not JSON"):
         read_answer('It is {"a": 1}', schema)
 
 

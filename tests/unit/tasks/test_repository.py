@@ -472,7 +472,8 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
     ):
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
-        ConfigError, match=r"provider e2b has templates of its own: build one, name it in images: \{mine"
+        ConfigError,
+        match=r"provider e2b can't use images, only its own templates: build one, and name it in images: \{mine",
     ):
         check_tasks(config({"type": "e2b"}), training=True)
     check_tasks(

@@ -67,7 +67,7 @@ def _forget_inherited() -> None:
     """Reset the umask and signals inherited from a service manager or shell, so that all zygotes start the same.
 
     With a umask of 077 the code's user could not enter the folders of the sandbox's view, and the node would offer only
-    the weakest level. Signals that are blocked or ignored would also be so in the code.
+    the weakest level. Blocked and ignored signals would stay blocked and ignored in the code.
     """
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -75,7 +75,7 @@ def _forget_inherited() -> None:
 
 
 def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
-    """Return the level, entered, and the user id of executions outside its user namespace."""
+    """Enter the isolation level. Return it, and the user id of executions outside its user namespace."""
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
@@ -83,7 +83,7 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
     paths = import_packages(packages, paths)
-    # After importing the packages: they have loaded shared libraries, which the view has to show.
+    # Call it after importing the packages: they have loaded shared libraries, which must be visible to code.
     here = visible_files.of_this_interpreter(paths)
     images = ImageView(**settings["images"]) if settings["images"] else None  # type: ignore[arg-type]
     level = make_level(str(settings["level"]), here, images)
@@ -104,7 +104,7 @@ def _prepare(settings: dict[str, object]) -> tuple[levels.Level, int]:
 
 
 def _move_library(old: str, new: str) -> None:
-    """Let modules that are imported from now on be found at the library's new place."""
+    """Change the import path, so that later imports find the standard library at its new place."""
     sys.path[:] = [entry.replace(old, new) for entry in sys.path]
     for module in list(sys.modules.values()):
         if isinstance(path := getattr(module, "__path__", None), list):

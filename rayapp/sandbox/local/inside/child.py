@@ -93,7 +93,7 @@ _TWO_FDS = 2 * 4
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400
-"""Size of the buffer that Python allocates for each read: small, so that few pages of the heap change."""
+"""Size of the buffer for each read: small, so that few pages of the heap change."""
 
 Job = tuple[str, Mapping[str, str], tuple[object, ...], str]
 """Kind, environment, the arguments of the kind (see `_run`), and the working folder; empty if the level chooses it."""
@@ -274,7 +274,7 @@ def _run(job: Job) -> int:
 
 
 def _become_guest(job: Job, token: bytes) -> NoReturn:
-    """Continue as the image's own Python, which finds the job in the memory file: see `guest.py`."""
+    """Execute the image's own Python, which reads the job from the memory file; see `guest.py`."""
     for descriptor in (_RESULT_FD, _JOB_FD):
         os.set_inheritable(descriptor, True)
     argv = [str(job[2][0]), "-s", "-c", str(job[2][1]), token.hex()]

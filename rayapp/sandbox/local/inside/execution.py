@@ -1,7 +1,8 @@
 """Watches one execution from the fork to its end: time, output caps, memory and processes of the whole tree.
 
-An execution's time is up when its process tree has used its limit of processor time, or when as much wall-clock time
-has passed, without waits for a processor: wall-clock time alone would depend on other programs of the machine.
+An execution exceeds its time limit when its process tree has used that much processor time, or when that much
+wall-clock time has passed, not counting waits for a processor. (Plain wall-clock time would depend on the machine's
+other programs.)
 
 Runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file (splice).
 """
@@ -109,9 +110,9 @@ class Execution:
     limits: Limits
     use: Use
     look: Callable[[], None]
-    """Updates `use`."""
+    """Function that updates `use`."""
     started: float = 0.0
-    """Time of its start on the monotonic clock."""
+    """Time of the execution's start, on the monotonic clock."""
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
@@ -127,7 +128,7 @@ class Execution:
 
     @property
     def goes_on(self) -> bool:
-        """True if the job is over and its process lives on, as in a session."""
+        """True if the job has ended but its process goes on, as in a session."""
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
@@ -269,11 +270,11 @@ class Ends:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
         self.control, self._theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *self.sources, done = (read for read, _ in pipes)
-        os.set_blocking(done, False)  # the others are read by splice, which does not block
+        os.set_blocking(done, False)  # splice reads the other pipes, and does not block
         self.control.setblocking(False)
         self.done = Done(done, os.urandom(16))
         self.given = (*(write for _, write in pipes), self._theirs.fileno())
-        """The child's ends, in the order of `child.DESCRIPTORS`."""
+        """The child's ends of the pipes and socket, in the order of `child.DESCRIPTORS`."""
 
     def close_given(self) -> None:
         """Close this process's copies of the child's ends: while they are open, the pipes never report end of file."""
@@ -282,7 +283,7 @@ class Ends:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close this process's own ends."""
+        """Close this process's ends of the pipes and socket."""
         self.control.close()
         for source in (*self.sources, self.done.source):
             os.close(source)
@@ -301,7 +302,7 @@ class Child:
     """Maximum processes and threads; set for a session only."""
 
     def forget_what_it_said(self) -> None:
-        """Drop data that arrived between two jobs of a session: only candidate code can have written it."""
+        """Discard data that arrived between two jobs of a session, because only candidate code can have written it."""
         with contextlib.suppress(EOFError):
             while self.ends.done.hear() is not None:
                 pass

@@ -1,9 +1,10 @@
-"""Runs code in the Python of a sandbox's image: the program that a child of the zygote becomes there.
+"""Runs code in the Python of a sandbox's image: the program that a child of the zygote executes (execve).
 
     child (our Python) --execve--> python3 of the image: job in a memory file -> harness -> frames on a pipe
 
-Self-contained: standard library only, Python 3.9 or newer. `program` makes the text for the command line, and `job`
-what it reads: the harness's source, this file's, and the code. Descriptors are those of `child.DESCRIPTORS`.
+Self-contained: standard library only, Python 3.9 or newer. `arguments` makes the command line, and the job that the
+program reads: the harness's source, this file's, and the code. File descriptors have the numbers in
+`child.DESCRIPTORS`.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ exec(compile(job[2][2], "<guest>", "exec"), names)
 exec(compile(job[2][3], "<harness>", "exec"), harness)
 names["main"](job, harness)
 """
-"""First program, short enough for a command line."""
+"""Program on the command line, which reads and runs the job."""
 
 
 def arguments(python: str, harness: str, kind: str, given: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the arguments of a job of kind `guest`."""
+    """Return the arguments of a job of kind `guest` (`child.GUEST`)."""
     with open(__file__) as own:  # noqa: PTH123
         return python, _BEGIN, own.read(), harness, kind, given
 
 
 def main(job: Any, harness: Any) -> None:
-    """Do the job, and in a session all that follow; never returns."""
+    """Run the job, and in a session all later jobs; never returns."""
     kind, given = job[2][4:6]
     status = 1
     try:

@@ -1,7 +1,7 @@
 """Leaves root: a zygote started by root first becomes an unprivileged user of its own. Runs at boot.
 
-In a user namespace made by root, root is still the machine's root for every file that root owns, `/proc/sys` included,
-and RLIMIT_NPROC does not apply. So no candidate code ever runs with user id 0 outside its user namespace.
+In a user namespace made by root, root still has the rights of the machine's root on every file that root owns, such as
+`/proc/sys`, and RLIMIT_NPROC does not apply. So no candidate code ever runs with user id 0 outside its user namespace.
 """
 
 # Paths in this module are strings for mount(), hence os and not pathlib.
@@ -20,7 +20,8 @@ _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
 """User ids to choose from, above those used by distributions, containers and subuid ranges."""
 _LOW_UIDS = range(20_000, 60_000)
 _IMAGES_UIDS = 1_999_999_999, 60_001
-"""User id of all images' files if root unpacks them: just below and above the ids that other sandboxes get."""
+"""User id of all images' files if root unpacks them (the second one if the first does not exist in this user
+namespace); other sandboxes never get these ids."""
 
 
 def images_uid() -> int:
@@ -46,10 +47,9 @@ def _maps(uids: range) -> bool:
 
 
 def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
-    """If this process is root's, change to an unprivileged user that can still read `paths`.
-
+    """If this process runs as root, change to an unprivileged user that can still read `paths`.
     Args:
-        uid: that user's id; None chooses one.
+        uid: id of the unprivileged user; None chooses one.
     Raises:
         OSError: a path is in a directory that only root may enter, and this node forbids mounting it elsewhere.
     """
@@ -63,7 +63,7 @@ def leave_root(paths: Sequence[str], uid: int | None = None) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    # After the change of user, root owns /proc/self, in which the user namespace's maps have to be written.
+    # After the change of user, root owns /proc/self, but the user namespace's maps must be written there.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 

@@ -3,9 +3,9 @@
     zygote --request, descriptors--> template --fork--> child
            <-process id or status---          --kill, wait-->
 
-After each fork the kernel copies every page that either process writes to, and this is what an execution costs. So the
-zygote, which communicates and watches, is a separate process. The template never sees a job, a token or an output.
-`Template` is the zygote's handle.
+After each fork the kernel copies every page that either process writes to; this copying is the main cost of an
+execution. So the zygote, which communicates and watches, is a separate process. The template never sees a job, a token
+or an output. `Template` is the zygote's handle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
 
 _MAX_REQUEST_BYTES = 64
-"""Size of the buffer that Python allocates for each read: small, so that few pages of the heap change."""
+"""Size of the buffer for each read: small, so that few pages of the heap change."""
 _MAX_REPLY_BYTES = 4096
 _NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
 _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
@@ -87,7 +87,7 @@ class Template:
         """Kill and reap the child `pid`, and sweep (`Level.sweep`).
 
         Args:
-            session: process id of the child that goes on because it serves a session; 0 if there is none.
+            session: process id of a child that serves a session and must not be ended; 0 if there is none.
 
         Returns:
             The child's exit status, as from `os.waitstatus_to_exitcode`, or 0 without a pid; and whether children that

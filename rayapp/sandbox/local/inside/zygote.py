@@ -33,7 +33,9 @@ _SESSION_CPU_S = 600
 _OWN_PROCESSES = 2
 """Number of processes that are not candidate code: the zygote and its template."""
 _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
-"""Working folder guessed for the first execution: a wrong guess costs a fork."""
+"""Working folder for which the first child is forked in advance; if the first job needs another one, that fork is
+wasted.
+"""
 
 
 class Zygote:
@@ -64,7 +66,7 @@ class Zygote:
                     wire.send(self._channel, header)
                 elif descriptors:
                     self._execute(header, descriptors)
-                # else: a cancellation that came after its execution had ended
+                # any other message is a cancellation that arrived after its execution had ended
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -102,7 +104,7 @@ class Zygote:
             limits = replace(limits, cpu_s=_SESSION_CPU_S)
         bounds = self._level.bounds(limits, running=self._num_running())
         order = bounds, is_session, ran.ends.done.token
-        with contextlib.suppress(OSError):  # it died while it was confined; its report is in the socket
+        with contextlib.suppress(OSError):  # the child died while confining itself; its error report is in the socket
             socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)  # type: ignore[arg-type]
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
@@ -178,7 +180,7 @@ class Zygote:
         )
 
     def _num_running(self) -> int:
-        """Return the number of processes that count against this user's limit but are not of the execution."""
+        """Return the number of processes that count against this user's limit but don't belong to the execution."""
         return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
     def _others(self, running: Child) -> set[int]:

@@ -55,7 +55,7 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 def fork() -> int:
     """Fork without Python's fork handlers, which take as long as the fork itself.
 
-    They renew locks for threads, and this process has only one thread; they also seed `random`, which the child does
+    The handlers renew locks of threads, but this process has only one thread; they seed `random`, which the child does
     itself.
     """
     pid: int = _plain_fork()

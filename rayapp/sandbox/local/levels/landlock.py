@@ -174,8 +174,8 @@ class Landlocked:
         kernel.take(self._steps[place.home, place.home and place.writable])
 
     def bounds(self, limits: Limits, *, running: int) -> Bounds:
-        # Without the kernel's limit: it counts all processes of the user, who may run many others if the sandbox could
-        # not get its own user. Instead, seccomp refuses new processes and `Usage` counts threads.
+        # Don't use RLIMIT_NPROC: it counts all processes of the user, which may be many if the sandbox has no user of
+        # its own. Instead, seccomp refuses new processes and `Usage` counts threads.
         return resource_bounds(limits, num_running=None)
 
     def reset(self) -> None:

@@ -118,7 +118,7 @@ class Unisolated:
 
     def sweep(self, session: int) -> bool:
         kill_descendants(session)
-        return True  # no level of its own for the working folder: it never has to be renewed
+        return True  # this level has no private working folder to renew
 
 
 def adopt_orphans() -> None:

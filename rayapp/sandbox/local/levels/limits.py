@@ -76,10 +76,10 @@ def set_standing_limits() -> None:
 
 def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
     """Return the rlimits of an execution, never above this process's own.
-
     Args:
-        num_running: number of processes of this user id that run already and count against the limit of processes; None
-            omits that limit.
+        num_running: number of this user's processes that already run and count against the limit of processes; None
+        omits
+            that limit.
     """
     bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
@@ -109,7 +109,7 @@ def _at_most_ours(what: int, value: int) -> int:
 
 @cache
 def mapped_bytes() -> int:
-    """Return the bytes of address space of this process. Called at boot: every execution starts with as many."""
+    """Return the bytes of this process's address space. Called at boot: every execution starts with this size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
@@ -166,7 +166,7 @@ class Use:
         return max(of_kernel, sum(self._cpu.values()))
 
     def forget(self, stats: dict[str, list[str]], waited: dict[str, int]) -> None:
-        """Reset the use to zero: until now it was that of an earlier job of the same session."""
+        """Reset the use to zero for the next job of a session."""
         self._ticks_before, self._waited = self._ticks(stats), waited
 
 

@@ -45,7 +45,7 @@ _ALL = (
 NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
-"""Folder that keeps mounts of paths below the machine's /tmp, numbered, so that each new /tmp can show them again."""
+"""Folder with numbered mounts of paths below the machine's /tmp, from which they are mounted again in each new /tmp."""
 _HIDDEN = "/.hidden"
 _IMAGE_MOUNTS = {True: "/.image-home", False: "/.image-calls"}
 """Mount points of images, by `Place.home`."""
@@ -73,9 +73,9 @@ class Namespaces:
         self._with_proc = with_proc
         self._images = images
         self._mounts: dict[bool, ImageMount] = {}
-        """The images of the sandbox's files and of calls, by `Place.home`."""
+        """Mounted images, by `Place.home`: one with the sandbox's files, one for function calls."""
         self._mount: ImageMount | None = None
-        """The one that the last child was forked for."""
+        """Mounted image for which the last child was forked; None if it has no image."""
         self._disk_mib = 0
         """Size of /tmp; 0 while there is no /tmp."""
         self._tmp_is_new = False
@@ -130,7 +130,7 @@ class Namespaces:
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
-        # Get a separate process group: a signal to one's own group would also reach the zygote, in another namespace.
+        # Get a separate process group: a signal to the code's own group would otherwise also reach the zygote.
         os.setsid()
         if self._mount:
             self._mount.enter(with_proc=self._with_proc)
@@ -178,7 +178,7 @@ class Namespaces:
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
-        # Without access times, so that reading does not count as a change.
+        # NOATIME: otherwise reading would count as a change.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
@@ -261,7 +261,7 @@ def _become_init() -> None:
 
 
 def _look_at_tmp() -> bytes:
-    """Return metadata of /tmp that change whenever its content does."""
+    """Return metadata of /tmp that change whenever its content changes."""
     kernel.take(_LOOK)
     return _seen.raw
 

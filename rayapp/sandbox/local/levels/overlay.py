@@ -1,13 +1,12 @@
 """An image as the root of executions: an overlay of its tree, read-only, and a tmpfs that holds all that code writes.
 
     FOLDER/           tmpfs: the writable part, with the sandbox's disk as its size
-    FOLDER/root       the overlay; /dev and /dev/shm are mounted in it, and by each execution its own /proc
-
-Two of them serve a sandbox: one holds its files, the other is for function calls, which see none of them. Used by
-`namespaces.py` in the template and its children.
+    FOLDER/root    the overlay; /dev and /dev/shm are mounted in it, and each execution mounts its own /proc
+A sandbox has two such mounts: one holds its files; the other is for function calls, which must not see these files.
+Used by `namespaces.py` in the template and its children.
 """
 
-# Paths here are texts for mount(), hence os and not pathlib.
+# Paths in this module are strings for mount(), hence os and not pathlib.
 # ruff: noqa: PTH102
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _filter = bytearray(rules.closing(is_of_image=True))
 
 
 class ImageMount:
-    """One mounted image, or none yet."""
+    """A mount point with at most one mounted image."""
 
     def __init__(self, folder: str, trees: int, *, has_loopback: bool) -> None:
         """
@@ -40,7 +39,7 @@ class ImageMount:
         self._trees = trees
         self._has_loopback = has_loopback
         self._mounted = ("", 0)
-        """Name of the tree and size in MiB."""
+        """Name of the mounted tree, and the size of its writable part in MiB."""
         self._is_stale = True
         self._untouched = b""
         self._ruleset = -1
@@ -48,24 +47,24 @@ class ImageMount:
         seen = zip(_WRITTEN, self._seen, strict=True)
         self._look = [kernel.statx_step(f"{folder}/{path}", buffer) for path, buffer in seen]
         self.steps: list[kernel.Step] = []
-        """Calls with which a child confines itself, once it has entered."""
+        """Calls with which a child confines itself after `enter`."""
 
     def forget(self) -> None:
-        """Mount anew for the next execution, whatever was written."""
+        """Make `prepare` mount the image again, even if nothing was written."""
         self._is_stale = True
 
     def prepare(self, place: Place) -> None:
-        """Mount the image of this place, unless that is done and may be used again."""
+        """Mount the image of this place, unless it is mounted already and unchanged."""
         if self._is_stale or self._mounted != (place.image, place.disk_mib):
             self._renew(place)
 
     def is_untouched(self) -> bool:
-        """Return True if executions have written nothing. Otherwise the next one gets a new mount."""
+        """Return True if executions have written nothing to this mount."""
         self._is_stale |= self._untouched != self._facts()
         return not self._is_stale
 
     def enter(self, *, with_proc: bool) -> None:
-        """Make the image the root of this process, a child; with its own /proc if the level has one."""
+        """Make the image the root folder of this child process; mount a new /proc in it if the level has one."""
         if with_proc:
             kernel.unshare(kernel.CLONE_NEWNS)
             # Read-only: Landlock lets code write to all of the image.
@@ -94,7 +93,7 @@ class ImageMount:
     def _mount_root(self, tree: str) -> None:
         for name in (*_WRITTEN, "work", "root"):
             os.mkdir(f"{self._folder}/{name}", 0o755)
-        # Relative to a descriptor: no path leads to the trees.
+        # Mount relative to a folder descriptor, because no path leads to the trees.
         os.fchdir(self._trees)
         layers = f"lowerdir={tree},upperdir={self._folder}/up,workdir={self._folder}/work,userxattr"
         kernel.mount("overlay", self._root, "overlay", _FLAGS, layers)
@@ -103,6 +102,6 @@ class ImageMount:
         kernel.mount(f"{self._folder}/shm", f"{self._root}/dev/shm", "", kernel.MS_BIND)
 
     def _facts(self) -> bytes:
-        """Return facts about the writable part that change whenever its content does."""
+        """Return metadata of the writable part that change whenever its content changes."""
         kernel.take(self._look)
         return b"".join(seen.raw for seen in self._seen)

@@ -24,7 +24,7 @@ HARBOR = ".harbor"
 """Name of the folder, inside a sandbox's own folder, that the links /app, /tests, /solution and /logs point into."""
 LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
 LIBRARY_IN_IMAGES = "/dev/.python"
-"""Place of the zygote's own standard library in sandboxes on images: theirs may have no Python."""
+"""Path of the zygote's own standard library in sandboxes on images, because an image may have no Python."""
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 

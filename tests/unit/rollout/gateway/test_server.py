@@ -20,6 +20,7 @@ from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -437,7 +438,7 @@ async def test_a_call_that_an_sdk_sends_again_after_its_time_out_gets_the_answer
 
 async def test_a_wish_for_a_form_is_dropped_and_counted_where_the_run_says_so(serve: Any) -> None:
     async with serve("no JSON", "no call") as served, served.openai() as client:
-        served.session.drops_forms = True
+        served.session.structured = "free"
         chat = client.chat.completions.with_raw_response
         asked: Any = {"model": "any", "messages": HI}
         told = await chat.create(**asked, response_format={"type": "json_object"})
@@ -446,6 +447,53 @@ async def test_a_wish_for_a_form_is_dropped_and_counted_where_the_run_says_so(se
         assert told.headers["x-rayapp-not-followed"] == "response_format"
         assert [params.structured_outputs for *_, params in served.engine.requests] == [{}, {}]
         assert served.session.trajectory().agent_counts["structured_dropped"] == 2
+
+
+async def test_a_form_guides_the_sampling_where_the_run_says_so_unless_the_engine_could_not_bear_it(serve: Any) -> None:
+    async with serve('{"a": 1}', '[{"name": "look", "arguments": {}}]', "free") as served, served.openai() as client:
+        served.session.structured = "guide"
+        chat = client.chat.completions
+        asked: Any = {"model": "any", "messages": HI}
+        formed = await chat.create(**asked, response_format={"type": "json_object"})
+        forced = await chat.create(**asked, tools=[OPENAI_TOOL], tool_choice="required")
+        await chat.create(**asked)
+        schema = {"type": "array", "items": {"type": "string", "maxLength": 100}, "maxItems": 100}
+        form: Any = {"type": "json_schema", "json_schema": {"name": "wide", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match="response_format: this form is too large for the engine"):
+            await chat.create(**asked, response_format=form)
+
+        assert formed.choices[0].message.content == '{"a": 1}'
+        assert forced.choices[0].message.tool_calls is not None
+        sampling = [params for *_, params in served.engine.requests]
+        assert [bool(params.structured_outputs) for params in sampling] == [True, True, False]
+        assert all(params.wants_allowed for params in sampling)
+        assert served.session.trajectory().agent_counts["structured_guided"] == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [
+        ({"regex": r"\d{4}-\d{2}-\d{2}( [a-z]+,?)*"}, ""),
+        ({"regex": "((a{100}){100}){100}"}, "4,096 are allowed"),
+        ({"regex": "[a-z]{1,5000}"}, "4,096 are allowed"),
+        ({"regex": r"\{5000\}[(]{2}"}, ""),
+        ({"regex": "(((a*)*b)*c)*"}, "unlimited repetitions inside each other"),
+        ({"regex": "(" * 100_000}, ""),
+        ({"choice": ["yes", "no"]}, ""),
+        ({"grammar": "root ::= [a]{9999}"}, "4,096 are allowed"),
+        ({"grammar": "x" * 20_000}, "16,384 are allowed"),
+        ({"json": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 200}}}}, ""),
+        ({"json": {"patternProperties": {"a{9999}": {}}}}, "4,096 are allowed"),
+        ({"json": {"enum": list(range(9999))}}, "4,096 are allowed"),
+        ({"json": '{"minItems": 9999}'}, "4,096 are allowed"),
+        ({"json": "no JSON"}, ""),
+        ({"structural_tag": '{"structures": [{"schema": {"pattern": "a{9999}"}}]}'}, "4,096 are allowed"),
+        ({"json": {"items": {"items": {"maxItems": 100}, "maxItems": 100}, "maxItems": 100}}, "4,096 are allowed"),
+    ],
+)  # fmt: skip
+def test_a_form_is_refused_by_the_number_of_its_states(form: dict[str, Any], fault: str) -> None:
+    assert fault in too_large(form)
+    assert bool(too_large(form)) == bool(fault)
 
 
 async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as_events(
@@ -475,7 +523,7 @@ async def test_a_policy_behind_the_gateway_can_judge(
         judge = Judge(section, tmp_path)
         asked = Asked(messages=tuple(HI), response="hello")
         score, _, judgement = await judge.score(asked)
-        with pytest.raises(RewardFailedError, match="no JSON: 'I like it") as prose:
+        with pytest.raises(RewardFailedError, match="not JSON: 'I like it") as prose:
             await judge.score(replace(asked, response="other"))
         await judge.close()
 

@@ -308,7 +308,7 @@ async def test_a_caller_that_hangs_up_leaves_no_turn(bench: Any) -> None:
         ((), {}, "the last message must have the role user or tool"),
         ((user("a"), Said(role="assistant", text="b")), {}, "the last message must have the role user or tool"),
         ((user("a"),), {"num_choices": 17}, "n is 17: it must be from 1 to 16"),
-        ((user("a"),), {"previous": "nothing"}, "there is no such reply here"),
+        ((user("a"),), {"previous": "nothing"}, "this server has no such reply"),
     ],
 )
 async def test_a_call_that_can_not_be_served_is_refused(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.core.trajectories import before, branches, path_to
-from rayapp.core.types import Completion, Fork, VersionSpan
+from rayapp.core.types import AllowedTokens, Completion, Fork, VersionSpan
 from rayapp.rollout.recorder import Recorder, cut_completion
 
 
@@ -113,6 +113,24 @@ def test_a_cut_sample_has_the_experts_of_its_tokens() -> None:
     kept = cut_completion(whole, 2).routed_experts
     assert kept is not None
     assert kept.ravel().tolist() == [0, 1, 2]
+
+
+def test_masks_stand_at_the_tokens_of_their_turn_and_each_is_kept_once() -> None:
+    def said(token_ids: list[int], *masks: int) -> Completion:
+        rows = np.array([[word, 7] for word in masks], np.int32)
+        allowed = AllowedTokens(masks=rows, mask_of=np.arange(len(masks), dtype=np.int32))
+        return replace(completion(token_ids), allowed=allowed)
+
+    tree = Recorder()
+    first = tree.add_turn(-1, [1, 2], said([3, 4], 5, 6), text="", started_at_s=0.0)[1]
+    free = tree.add_turn(first, [5], completion([6]), text="", started_at_s=0.0)[1]
+    tree.add_turn(free, [7], cut_completion(said([8, 9, 9], 6, 5, 8), 2), text="", started_at_s=0.0)
+
+    allowed = tree.trajectory().allowed
+    assert allowed is not None
+    assert allowed.masks.shape == (2, 2)  # 5 and 6; the mask of the token that was cut off is gone
+    words = [None if number < 0 else allowed.masks[number, 0] for number in allowed.mask_of.tolist()]
+    assert words == [None, None, 5, 6, None, None, None, 6, 5]
 
 
 def _fields(value: Completion) -> dict[str, object]:

@@ -38,11 +38,11 @@ def says(*lines: tuple[int, bytes] | str) -> Converse:
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        (["MARK one AAAA\n"], "writes nonsense"),
-        (["MARK 1 AAAA\n"], "writes nonsense"),
-        (["MARK 1 !\n"], "writes nonsense"),
-        (["MARK 0\n"], "writes nonsense"),
-        ([(0, b'{"port": "x"}')], "writes nonsense"),
+        (["MARK one AAAA\n"], "wrote a malformed line"),
+        (["MARK 1 AAAA\n"], "wrote a malformed line"),
+        (["MARK 1 !\n"], "wrote a malformed line"),
+        (["MARK 0\n"], "wrote a malformed line"),
+        ([(0, b'{"port": "x"}')], "wrote a malformed line"),
         (["x" * 1_000_000], "writes lines without end"),
         ([(number, b"GET /") for number in range(1, MOST_CONNECTIONS + 2)], "more connections than it may"),
     ],
@@ -71,7 +71,7 @@ async def test_a_way_that_breaks_off_ends_the_block_and_a_relay_that_never_liste
     with pytest.raises(SandboxGoneError, match="it is gone"):
         async with relayed(breaks, timeout_s=5.0):
             await asyncio.sleep(60)
-    with pytest.raises(SandboxDeadlineError, match="no relay listens in the sandbox after"):
+    with pytest.raises(SandboxDeadlineError, match="the relay in the sandbox did not listen within"):
         async with relayed(says(), timeout_s=0.01):
             pass
     with pytest.raises(KeyError, match="the block's own"):

@@ -85,12 +85,13 @@ def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None
     def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
         return why_no_sandbox(SandboxConfig.model_validate({"providers": providers}), template)
 
-    assert why({"type": "local"}).startswith("the local provider has images only")
+    assert why({"type": "local"}).startswith("the local provider can use only images")
     assert why({"type": "local"}, template="image:org/x:1") == ""
-    assert "no name of an image" in why({"type": "local"}, template="image:Org/x")
+    assert "not the name of an image" in why({"type": "local"}, template="image:Org/x")
     assert why({"type": "local", "images": {"org/x:1": "image:oci:/x"}}) == ""
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}, template="image:org/x:1") == ""
     assert why({"type": "daytona"}, template="image:oci:/x").startswith("provider daytona can't read oci:/x")
-    assert why({"type": "e2b"}) == "provider e2b has templates of its own: build one, name it in images: {org/x:1: …}"
+    told = "provider e2b can't use images, only its own templates: build one, and name it in images: {org/x:1: …}"
+    assert why({"type": "e2b"}) == told
     assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
     assert why({"type": "local"}, template="") == ""

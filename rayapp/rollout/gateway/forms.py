@@ -1,0 +1,119 @@
+"""Bounds on the forms that requests ask for: a form is compiled inside vLLM's engine, which serves everybody.
+
+xgrammar takes time and memory for the states of a form's automaton: `[a-z]{1,10000}` needs 1.7 s and 24 MB, a JSON text
+of at most 10,000 characters 10 s (vocabulary of 120,000 tokens). So a form is refused if it would have too many states,
+counted without building them: a repetition counts its content as often as it allows, also inside other repetitions.
+Pure functions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MAX_STATES = 4_096
+"""Most states of a form, about. A character of a pattern and a value of a JSON schema count as one."""
+MAX_GRAMMAR_CHARS = 16 << 10
+MAX_DEPTH = 32
+"""Most levels of a JSON schema below each other."""
+MAX_LOOPS = 2
+"""Most unlimited repetitions inside each other: an automaton keeps all readings of a text, as many as there are ways to
+divide it among them."""
+_BOUNDS = ("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties")
+_REPEATED = re.compile(r"\{(\d{1,9})(?:(,)(\d{1,9})?)?\}")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
+
+
+class _TooLargeError(Exception):
+    """A form has too many states."""
+
+
+def too_large(structured: Mapping[str, Any]) -> str:
+    """Return why a form is too large for the engine; empty if it is not.
+
+    Args:
+        structured: value of `SamplingParams.structured_outputs`.
+    """
+    try:
+        for name, value in structured.items():
+            _check(name, value)
+    except _TooLargeError as error:
+        return f"this form is too large for the engine: {error}"
+    return ""
+
+
+def _check(name: str, value: Any) -> None:
+    if name == "regex":
+        _limited(_pattern_states(value))
+    elif name == "grammar":
+        if len(value) > MAX_GRAMMAR_CHARS:
+            raise _TooLargeError(f"its grammar has {len(value):,} characters, and {MAX_GRAMMAR_CHARS:,} are allowed")
+        _limited(max((_times(found) for found in _REPEATED.finditer(value)), default=1))
+    elif name in ("json", "structural_tag") and isinstance(value, str):
+        try:
+            _limited(_schema_states(json.loads(value), 0))
+        except (ValueError, RecursionError):
+            return  # the engine says what is wrong with it
+    else:
+        _limited(_schema_states(value, 0))
+
+
+def _limited(states: int) -> int:
+    if states > MAX_STATES:
+        raise _TooLargeError(f"it has {states:,} states or more, and {MAX_STATES:,} are allowed. Lower its repetitions")
+    return states
+
+
+def _schema_states(value: Any, depth: int) -> int:
+    if depth > MAX_DEPTH:
+        raise _TooLargeError(f"its schema has more than {MAX_DEPTH} levels")
+    if isinstance(value, list):
+        return _limited(1 + sum(_schema_states(each, depth + 1) for each in value))
+    if not isinstance(value, dict):
+        return 1
+    states = sum(_schema_states(each, depth + 1) for each in value.values())
+    for name in ("pattern", "regex"):
+        if isinstance(pattern := value.get(name), str):
+            states += _pattern_states(pattern)
+    states += sum(_pattern_states(each) for each in value.get("patternProperties") or ())
+    bounds = [value[name] for name in _BOUNDS if isinstance(value.get(name), int)]
+    return _limited((1 + states) * max([1, *bounds]))
+
+
+def _pattern_states(pattern: str) -> int:
+    """Return about the number of states of a regular expression."""
+    # Items as (states, unlimited repetitions inside each other): the open groups, and what a repetition applies to.
+    open_groups, last, place = [(0, 0)], (0, 0), 0
+    while place < len(pattern):
+        states, loops = open_groups[-1]
+        if repeated := _REPEATED.match(pattern, place):
+            item = _limited(last[0] * _times(repeated)), last[1] + (repeated[2] == "," and not repeated[3])
+            open_groups[-1], last, place = _with(states - last[0], loops, item), item, repeated.end()
+            continue
+        if pattern[place] in "*+":
+            last = last[0], last[1] + 1
+            open_groups[-1] = states, max(loops, last[1])
+        elif pattern[place] == "(":
+            open_groups.append((0, 0))
+        elif pattern[place] == ")" and len(open_groups) > 1:
+            last = open_groups.pop()
+            open_groups[-1] = _with(*open_groups[-1], last)
+        elif pattern[place] not in "?|^$":
+            last = 1, 0
+            open_groups[-1] = _with(states, loops, last)
+        in_class = _CLASS.match(pattern, place)
+        place = in_class.end() if in_class else place + (2 if pattern[place] == "\\" else 1)
+        if open_groups[-1][1] > MAX_LOOPS:
+            raise _TooLargeError(f"its pattern has more than {MAX_LOOPS} unlimited repetitions inside each other")
+        _limited(open_groups[-1][0])
+    return sum(states for states, _ in open_groups)
+
+
+def _with(states: int, loops: int, item: tuple[int, int]) -> tuple[int, int]:
+    return states + item[0], max(loops, item[1])
+
+
+def _times(repeated: re.Match[str]) -> int:
+    return max(1, int(repeated[3] or repeated[1]))

@@ -1,0 +1,165 @@
+"""The images of a run's tasks: their digests from the run's start to its end, and the rollout workers that use them.
+
+    images_of_prompts(config) -> with_pinned_images: tag -> digest, written to the run folder
+                            '--> ImagePlacement: group -> worker whose node has the group's images, or pulls them ahead
+
+A prompt's images follow from its number, so the driver knows the images of groups that it has not started yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+
+from rayapp.config.config import Config, sources_of
+from rayapp.config.sandbox import LocalConfig
+from rayapp.core.errors import ImageError
+from rayapp.core.files import write_text
+from rayapp.rollout.agents import SINGLE_TURN_AGENT
+from rayapp.rollout.environments.agent import plays_environments
+from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
+from rayapp.rollout.problem import agent_start
+from rayapp.sandbox.images.pull import Wanted, resolve
+from rayapp.sandbox.images.reference import is_image, parse
+from rayapp.sandbox.providers.table import image_source
+from rayapp.tasks.loading import load_tasks
+
+PromptImages = tuple[tuple[str, ...], ...]
+"""Images of each task of one source, in the order of `tasks`; empty if the source's prompts need none."""
+_ASKED_AT_ONCE = 8
+
+
+def images_of_prompts(config: Config, *, held_out: bool = False) -> tuple[PromptImages, ...]:
+    """Return the images that tasks need, by source.
+
+    Args:
+        held_out: True for the tasks of evaluation, False for those of training.
+    Raises:
+        InputError: a task can't be used.
+    """
+    own = [source.config for source in sources_of(config)]
+    return tuple(_images_of_tasks(each, each.eval.tasks if held_out else each.tasks) for each in own)
+
+
+def _images_of_tasks(config: Config, names: Sequence[str]) -> PromptImages:
+    if config.uses_data or config.agent_name == SINGLE_TURN_AGENT or not names:
+        return ()
+    tasks = load_tasks(names)
+    if plays_environments(tasks):
+        return ()
+    starts = [agent_start(task) for task in tasks]
+    found = [start.images or ([start.spec.template] if start.spec else []) for start in starts]
+    images = tuple(tuple(image for image in each if image) for each in found)
+    return images if any(images) else ()
+
+
+def each_once(sources: Sequence[PromptImages]) -> tuple[str, ...]:
+    """Return each image once, in the order of the tasks."""
+    return tuple(dict.fromkeys(image for source in sources for prompt in source for image in prompt))
+
+
+def with_pinned_images(config: Config, images: Sequence[str], record: Path) -> Config:
+    """Return a config in which local sandboxes take every image by the digest that its tag had at the run's start.
+
+    Args:
+        record: file of the run folder with the digests. They are read from it if the run goes on, and written to it.
+    Raises:
+        ImageError: an image is missing in its registry.
+        SandboxUnavailableError: a registry can't be reached.
+    """
+    section = config.sandbox.local
+    wanted = {image: section.images.get(image, image) for image in images} if section is not None else {}
+    tags = [name for name in dict.fromkeys(wanted.values()) if is_image(name) and parse(name).kind == "registry"]
+    if section is None or not tags:
+        return config
+    earlier: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="pin-image") as threads:
+        found = list(threads.map(lambda name: _pinned(section, name, earlier.get(name, ""), record), tags))
+    pins = dict(zip(tags, found, strict=True))
+    write_text(record, json.dumps(earlier | pins, indent=2))
+    images_now = {image: pins[name] for image, name in wanted.items() if name in pins}
+    pinned = section.model_copy(update={"images": {**section.images, **images_now}})
+    others = tuple(pinned if each is section else each for each in config.sandbox.providers)
+    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"providers": others})})
+
+
+def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
+    """Return an image's name with its digest: the one in the run folder, else the one that its tag has now."""
+    reference = parse(earlier or name)
+    if reference.digest and image_source(section).find(reference.template) is not None:
+        return reference.template
+    try:
+        return resolve(reference, Wanted(mirrors=section.image_mirrors)).template
+    except ImageError as error:
+        if not earlier:
+            raise
+        raise ImageError(
+            f"{earlier} is what {name} was when this run started, and it can't be had any more: {error}. Push it "
+            f"again, or delete its line in {record}: then the run goes on with what {name} is now"
+        ) from error
+
+
+class ImagePlacement:
+    """Chooses the rollout worker of each group, so that each worker, and its node's cache, meets few images.
+
+    Every image has a few home workers, at least two: together they are as many as all workers, or more. A group goes to
+    the home of its first image with the fewest groups in flight, a group without images to worker `group_id` modulo
+    their number. Prompts, seeds and verdicts don't depend on the worker.
+
+    Args:
+        images: images of the training prompts, by source.
+        mixing: the run's mixing of sources.
+        seed: seed of the run.
+        num_workers: at least one.
+    """
+
+    def __init__(self, images: Sequence[PromptImages], mixing: Mixing, *, seed: int, num_workers: int) -> None:
+        self._images, self._mixing, self._seed = images, mixing, seed
+        self._in_flight = [0] * num_workers
+        firsts = dict.fromkeys(prompt[0] for source in images for prompt in source if prompt)
+        self._numbers: Mapping[str, int] = {image: number for number, image in enumerate(firsts)}
+
+    @classmethod
+    def of(cls, config: Config, images: Sequence[PromptImages] = ()) -> ImagePlacement:
+        """Return the placement of a run."""
+        mixing = Mixing([source.ratio for source in sources_of(config)], seed=config.run.seed)
+        return cls(images, mixing, seed=config.run.seed, num_workers=config.rollout.num_workers)
+
+    def images(self, request: GroupRequest) -> tuple[str, ...]:
+        """Return the images that a training group needs; the first one is its workspace's."""
+        if request.purpose == "eval" or not self._numbers:
+            return ()
+        source, place = self._mixing.placed(request)
+        prompts = self._images[source]
+        return prompts[prompt_index(place, num_prompts=len(prompts), seed=self._seed)] if prompts else ()
+
+    def homes(self, image: str) -> tuple[int, ...]:
+        """Return the indices of the workers that run groups of this image."""
+        num_workers, num_images = len(self._in_flight), len(self._numbers)
+        first = self._numbers[image] * max(1, num_workers // num_images)
+        num_homes = min(num_workers, 1 + ceil(num_workers / num_images))
+        return tuple((first + step) % num_workers for step in range(num_homes))
+
+    @contextmanager
+    def placed(self, request: GroupRequest) -> Iterator[int]:
+        """Context manager for the index of a group's worker; the group counts as the worker's load in the block."""
+        images = self.images(request)
+        homes = self.homes(images[0]) if images else (request.group_id % len(self._in_flight),)
+        worker = min(homes, key=lambda home: self._in_flight[home])
+        self._in_flight[worker] += 1
+        try:
+            yield worker
+        finally:
+            self._in_flight[worker] -= 1
+
+    def ahead(self, group_ids: Sequence[int]) -> dict[int, list[str]]:
+        """Return the images that groups will need, by the index of the worker that should pull them, in order."""
+        found: dict[int, list[str]] = {}
+        for group_id in group_ids:
+            if images := self.images(GroupRequest(group_id=group_id, policy_version=0)):
+                found.setdefault(self.homes(images[0])[0], []).extend(images)
+        return {worker: list(dict.fromkeys(images)) for worker, images in found.items()}
