@@ -33,6 +33,10 @@ from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": (
+        "trying:init_app",
+        "Write a project folder that trains as it is: config, task, rows, reward, README, Makefile.",
+    ),
     "train": ("train:app", "Train as CONFIG says."),
     "eval": (
         "train:app",
