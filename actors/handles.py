@@ -71,8 +71,8 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
         async with asyncio.timeout(timeout_s):
             return await ref
     except RayTaskError as error:
-        # Check RayTaskError first: it also subclasses its cause, so a remote RayActorError would look like this
-        # actor's death.
+        # Check RayTaskError first: it is also an instance of its cause's class, so an error about another actor's death
+        # would look like this actor's death.
         raise _remote_error(error, what) from error
     except RayActorError as error:
         raise _died(error, what) from None
@@ -144,11 +144,12 @@ class Restartable:
         return self._start
 
 
-ObjectRef = Any  # ray.ObjectRef[T] would need the types of the objects
+ObjectRef = Any  # ray.ObjectRef[T] would require the objects' types
 Facts = dict[str, Any]
 GROUP_MARGIN_S = 180.0
-"""Time after a group's deadline, which its worker enforces. A worker that hangs is replaced before this time is
-over."""
+"""Seconds to wait after a group's deadline, which its worker enforces. A hanging worker is replaced before they are
+over.
+"""
 GenerateRequest = tuple[RequestId, Int32Array, SamplingParams, int, int]
 """Arguments of `VllmServer.generate`: id, prompt, sampling, oldest policy version allowed, size of the cohort."""
 

@@ -91,10 +91,9 @@ class ServersClient:
         self._all("finish_update", refs)
 
     def _all(self, what: str, refs: list[Any]) -> None:
-        """Wait for every server, or until one has failed: the others may be waiting for that one.
-
+        """Wait for every server, or until one has failed: the others may be waiting for the failed one.
         Raises:
-            WeightSyncError: one is gone, refused, or did not answer in time; names it.
+            WeightSyncError: a server is gone, refused the call, or did not answer in time; the message names it.
         """
         name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
         deadline, late = time.monotonic() + self._timeout_s, refs
@@ -127,7 +126,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-        self._rank = rank  # set first: Ray calls __repr__ even if __init__ fails
+        self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
         with large_imports():
             from torch.distributed import DistError
 
@@ -162,7 +161,8 @@ class Learner:
 
     @contextmanager
     def _borrowing_gpu(self, *, weights: bool = True, trains: bool = False) -> Iterator[None]:
-        """Context manager for computations, after which the GPU's memory goes to the server that shares it, if any.
+        """Context manager for computations; at its end the GPU's memory is freed for a server that shares the GPU, if
+        any.
 
         Args:
             weights: the computation needs the model's weights.

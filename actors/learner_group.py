@@ -1,4 +1,4 @@
-"""All learner ranks as one: a collective call goes to every rank, and rank 0's answer is the group's."""
+"""Calls all learner ranks as one group: collective calls go to every rank, and rank 0's answer is the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEATH_NOTICE_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class LearnerGroup:
-    """Handles by rank. Empty when a run only evaluates."""
+    """Handles of the learners, by rank. Empty if the run only evaluates."""
 
     handles: tuple[LearnerHandle, ...]
     config: Config
@@ -152,7 +152,7 @@ class LearnerGroup:
         Raises:
             WeightSyncError: a member did not join in time.
         """
-        assert self.plan is not None, "the group has a plan when the transport needs one"
+        assert self.plan is not None, "a transport with a group needs `plan`"
         address = await self.handles[0].free_address(timeout_s)
         await self._all(
             handle.open_weight_group(tuple(servers), self.plan, address, timeout_s) for handle in self.handles
@@ -216,7 +216,7 @@ class LearnerGroup:
         running = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-            # A rank that dies breaks the others' collective, and their errors may be here before Ray's report of it.
+            # A rank that dies breaks the others' collective, and their errors may arrive before Ray reports the death.
             await asyncio.wait(running, timeout=DEATH_NOTICE_S)
             errors = [error for task in running if task.done() and (error := task.exception())]
             lost = [e for e in errors if isinstance(e, ProcessDiedError | DeadlineError | ObjectsLostError)]

@@ -94,7 +94,7 @@ class MetricsTracker:
 
     def __init__(self, run_name: str, num_steps: int) -> None:
         self._reporter = Reporter(run_name)
-        # Count the start as a save, so that the alert on old checkpoints sees a run that never saved.
+        # Count the start as a save, so that the alert on old checkpoints also covers runs that have never saved.
         self._reporter.report(
             {"run/num_steps": float(num_steps), "timing_s/checkpoint_write": 0.0, "timing_s/step": 0.0}
         )
@@ -104,7 +104,7 @@ class MetricsTracker:
         self._thread.start()
 
     def _repeat_for_ever(self) -> None:
-        # A step may take an hour, and the time since the last one must not drop out.
+        # Repeat the values, because a step may take an hour, and Ray drops gauges that are not set.
         while not self._closed.wait(REPEAT_EVERY_S):
             self._reporter.repeat()
 

@@ -85,7 +85,10 @@ class ModelServer(Restartable):
         here = free_address()
         host, port = address or here
         if host != here[0]:
-            raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it continues.")
+            raise EngineError(
+                f"{self!r} was at {host}, a node that is gone. Start the run again: it continues from its last "
+                "checkpoint."
+            )
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
         os.environ[WHOLE_GIB_OF_CACHE] = str(math.ceil(local.server.kv_cache_gib))
@@ -122,7 +125,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the supervisor, and the server that the supervisor did not end
+            os.killpg(process.pid, signal.SIGKILL)  # also the supervisor, and a server that the supervisor did not end
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:

@@ -1,4 +1,6 @@
-"""Connects to Ray: attaches to the named or running one, else starts one, and stops only a Ray that it started."""
+"""Connects to Ray: attaches to the configured or a running Ray, otherwise starts one; stops only a Ray that it
+started.
+"""
 
 from __future__ import annotations
 
@@ -146,11 +148,13 @@ def _connect(config: Config) -> tuple[Any, bool]:
         cluster = config.cluster
         own = {
             "object_store_memory": cluster.object_store_mib * MIB,
-            "include_dashboard": None if cluster.dashboard else False,  # None: if its packages are installed
+            "include_dashboard": None
+            if cluster.dashboard
+            else False,  # None starts the dashboard if its packages are installed
         }
         try:
             return ray.init(address="local", **own, **common), True
-        except Exception as error:  # Ray's class for it
+        except Exception as error:  # Ray has no narrower class for this error
             if "timed out during startup" not in str(error):
                 raise
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
@@ -337,7 +341,7 @@ def _how_to_enter() -> str:
 
 def _prometheus_answers(dashboard_url: str) -> bool:
     """Return whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST); True if that is unknown."""
-    from ray._private.authentication.http_token_authentication import (  # Ray has no public way to its own token
+    from ray._private.authentication.http_token_authentication import (  # Ray has no public function for its own token
         get_auth_headers_if_auth_enabled,
     )
 

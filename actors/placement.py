@@ -57,7 +57,7 @@ def uses_gpus(config: Config, bundles: Sequence[Bundle]) -> bool:
 
 
 async def wait_for_gpus(config: Config, bundles: Sequence[Bundle]) -> None:
-    """Return when the cluster has the GPUs of these bundles; at once if cluster.wait_for_gpus_s is 0, or on CPU.
+    """Wait until the cluster has the GPUs of these bundles; don't wait if cluster.wait_for_gpus_s is 0, or on CPU.
 
     Raises:
         ConfigError: the cluster does not have them in time.
@@ -188,7 +188,7 @@ class Placement:
         try:
             remove_placement_group(self.group)
         except (ValueError, RuntimeError):
-            # The connection to Ray ended first, and our bundles with it.
+            # The connection to Ray has already ended, and the bundles with it.
             return
 
 

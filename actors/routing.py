@@ -32,7 +32,7 @@ class Router:
 
     Args:
         num_servers: at least one.
-        is_up: returns whether the server of this index is available; a server that is being replaced gets new groups
+        is_up: returns True if the server of this index is available; a server that is being replaced gets new groups
             only if there is no other server.
     """
 

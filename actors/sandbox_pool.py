@@ -156,7 +156,7 @@ class SandboxReaper:
         label_logs(run_name)
         self._run_name = run_name
         self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
-        # Watch from now on, not from the first beat: if the driver dies in between, this process must still end.
+        # Watch from now on, not from the first beat: if the driver dies before it, this process must still end.
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch the run")
 
     def __repr__(self) -> str:

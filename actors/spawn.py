@@ -39,7 +39,7 @@ class Role:
     """CPUs that Ray reserves. Fewer than the role uses: on a small machine the roles share the same cores, and an actor
     that Ray can't place waits forever."""
     max_concurrency: int | None = None
-    """Calls that run at once in an async actor; None for a threaded one, which runs one."""
+    """Maximum concurrent calls of an async actor; None for a threaded actor, which runs one call at a time."""
     is_detached: bool = False
     """True if it outlives the driver. It must end itself."""
     env_of: str = ""
@@ -146,7 +146,7 @@ def kill(actor: Any) -> None:
     try:
         ray.kill(actor, no_restart=True)
     except (ValueError, RuntimeError):
-        # The connection to Ray ended first, and our actors with it.
+        # The connection to Ray has already ended, and the actors with it.
         return
 
 

@@ -82,7 +82,7 @@ class VllmServer(Restartable):
     async def start(self) -> dict[str, Any]:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
-        # A different seed for each server: with equal noise, servers would sample the same completions.
+        # Use a different seed for each server: with equal seeds, servers would sample the same completions.
         self._config = await asyncio.to_thread(with_planned_share, self._config)
         self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")

@@ -33,7 +33,7 @@ class GivenRun:
 
     config: Config
     objects: Mapping[str, object] = field(default_factory=dict)
-    """Name in the config -> task or reward function of the calling program."""
+    """Name in the config -> task or reward function, an object of the calling program."""
     rows: tuple[KeyRow, ...] = ()
     """Fields of TRL's configuration, each with the keys that it sets; empty for a run that was not translated from
     TRL."""
@@ -95,7 +95,7 @@ def as_settings(given: Overrides, prefix: str = "") -> Iterator[str]:
     Example: `{"train": {"num_steps": 5}}` -> `train.num_steps=5`.
     """
     if isinstance(given, str):
-        raise ConfigError(f"overrides are a list or a mapping, not the text {given!r}: write [{given!r}]")
+        raise ConfigError(f"overrides must be a list or a mapping, not the string {given!r}: write [{given!r}]")
     if not isinstance(given, Mapping):
         yield from given
         return
@@ -111,7 +111,7 @@ def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
         return str(task)
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
         raise InputError(
-            f"{type(task).__name__} is not a task: a task has name, render and score, as rayapp.CodingTask has"
+            f"{type(task).__name__} is not a task: a task must have name, render and score, like rayapp.CodingTask"
         )
     return _noted(objects, task.name, task)
 

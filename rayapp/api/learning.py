@@ -42,7 +42,10 @@ def trajectory(
     if not len(prompt_ids) or not len(completion_ids):
         raise InputError("a trajectory needs a prompt and a completion of at least one token")
     if log_probs is not None and len(log_probs) != len(completion_ids):
-        raise InputError(f"{len(completion_ids)} tokens were sampled, but there are {len(log_probs)} log-probs")
+        raise InputError(
+            f"log_probs must have one value per token: completion_ids has {len(completion_ids)} tokens, log_probs "
+            f"{len(log_probs)}"
+        )
     token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
     mask = np.arange(token_ids.size) >= len(prompt_ids)
     of_engine = np.zeros(token_ids.size, np.float32)
@@ -54,8 +57,8 @@ class LocalLearner:
     """The policy and its optimizer, for the length of a `with` block.
 
     Args:
-        config: its sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
-        overrides: settings that replace the config's.
+        config: configuration, of which the sections `model`, `algorithm`, `learner`, `train` and `rollout` are used as
+        in a run. overrides: settings that replace the config's.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:

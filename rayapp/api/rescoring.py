@@ -169,7 +169,7 @@ async def _rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
 def _can_be_scored(trajectory: Trajectory) -> bool:
     """Return True if the trajectory was played to its end, with or without a verdict."""
     is_played = not trajectory.status.is_error or trajectory.status is RolloutStatus.ERROR_REWARD
-    # The sandbox died during scoring, not during the agent's turns.
+    # The sandbox died during scoring, not during the agent's turns, so the answer exists.
     lost_verdict = trajectory.status is RolloutStatus.ERROR_SANDBOX and trajectory.reward.failure_kind != "sandbox"
     return (is_played or lost_verdict) and trajectory.num_response_tokens > 0
 
@@ -190,7 +190,7 @@ async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSour
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if group.prompt.source not in by_source:
             raise InputError(
-                f"trajectories of {run.uri} are of source {group.prompt.source!r}, but the config's sources are "
+                f"trajectories of {run.uri} have the source {group.prompt.source!r}, but the config's sources are "
                 f"{', '.join(map(repr, by_source))}"
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))
@@ -321,7 +321,7 @@ class RecordedTasks:
 
 
 def _asked(task: Task) -> list[list[tuple[str, object]]]:
-    """Return the messages with which the task may have begun: the messages of its prompt, and those for an agent."""
+    """Return the message lists with which the task may have begun: that of its prompt, and that for an agent."""
     found = [_told(task.render(_NoTokenizer()).messages)]
     return [*found, _told(task.agent_start().messages)] if isinstance(task, AgentTask) else found
 

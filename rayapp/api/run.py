@@ -60,14 +60,14 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Every logged step, as it is in metrics.jsonl."""
+        """Every logged step, as written in metrics.jsonl."""
         from rayapp.runs.tracking.metrics import read_records
 
         return list(read_records((self._source.read_bytes("metrics.jsonl") or b"").splitlines()))
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """A row for each step, a column for each metric; NaN where a step lacks the metric."""
+        """Frame with a row for each step and a column for each metric; NaN if a step lacks the metric."""
         import pandas
 
         frame = pandas.DataFrame(self.records)

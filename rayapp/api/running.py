@@ -1,8 +1,8 @@
 """`train`, `sft` and `evaluate`, each also as an async function. On Ctrl-C, a cancellation or an error, every process
 that they started ends before they raise.
 
-In a script they run in the calling thread, which gets the signals. If that thread has a running event loop (a
-notebook), they run in a thread of their own, for which the caller waits.
+In a script they run in the calling thread, which receives the signals. If that thread has a running event loop (as in a
+notebook), they run in a separate thread, and the caller waits for it.
 
 `with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
 made with the base model that the run's config.yaml names.

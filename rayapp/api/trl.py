@@ -1,8 +1,9 @@
 """Translates a GRPO run of TRL: `rayapp.trl_config(GRPOConfig(...), ...)` returns a run for `rayapp.train`.
 
-Every field of TRL's `GRPOConfig` is in `FIELDS`, with a rule: the key that its value sets, why it has no effect in
-rayapp, or an error if the value is not supported. The rules are made like those of verl's import. TRL itself is never
-imported. Reward functions are called as TRL calls them, for one completion at a time.
+`FIELDS` has a rule for every field of TRL's `GRPOConfig`: it gives the key that the value sets, or the reason why the
+field has no effect in rayapp, or raises an error if the value is not supported. The rules are made by the functions of
+verl's import. TRL itself is never imported. Reward functions are called as TRL calls them, for one completion at a
+time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def trl_config(
         reward_funcs: functions in TRL's form; `reward_weights` weighs them.
         environment_factory: a class in TRL's form; its rows are the training set's.
         peft_config: a LoraConfig, or a mapping of its fields.
-        num_gpus: processes of the TRL run, without those of a vLLM server.
+        num_gpus: number of training processes of the TRL run, without a vLLM server's.
         overrides: settings of rayapp that replace the translated ones, e.g. ["run.name=math"].
     Returns:
         The run. `rows` is the table: each field with the keys that it sets.
@@ -106,7 +107,9 @@ def _landings(given: Mapping[str, Any], known: Values) -> tuple[list[KeyRow], li
     for name, value in (dict(given) | {name: value for name, value in DEFAULTS.items() if name not in given}).items():
         try:
             if name not in FIELDS:
-                raise ConfigError(f"{name} is not a known field of TRL's GRPOConfig{did_you_mean(name, FIELDS)}")
+                raise ConfigError(
+                    f"{name} is not a field of TRL's GRPOConfig that rayapp knows{did_you_mean(name, FIELDS)}"
+                )
             landing = landing_of(FIELDS[name], name, value, known)
             rows.append(KeyRow(key=name, value=value, landing=landing, is_default=name not in given))
         except ConfigError as error:
@@ -164,7 +167,7 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows in verl's schema; all of TRL's columns are one JSON text, from which `_Answers` reads them."""
+    """Write rows in verl's schema; TRL's columns are stored as one JSON text, which `_Answers` reads."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -214,16 +217,15 @@ def _environment(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightedRewards:
-    """Several reward functions of TRL as one of TRL's form: the weighted sum of their rewards.
-
-    As in TRL, a reward of None adds nothing.
+    """One reward function in TRL's form that returns the weighted sum of several. As in TRL, a reward of None adds
+    nothing.
     """
 
     functions: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
 
     def terms(self, **arguments: Any) -> Any:
-        """Return the terms of one completion by the functions' names, or an awaitable of them."""
+        """Return function name -> term of one completion, or an awaitable of this mapping."""
         found = [function(**arguments) for function in self.functions]
         return self._awaited(found) if any(map(inspect.isawaitable, found)) else self._named(found)
 
@@ -236,13 +238,13 @@ class WeightedRewards:
         }
 
     def total(self, terms: Mapping[str, float]) -> float:
-        """Return the weighted sum."""
+        """Return the weighted sum of the terms."""
         return sum(
             weight * terms.get(name, 0.0) for name, weight in zip(_names(self.functions), self.weights, strict=True)
         )
 
     def __call__(self, **arguments: Any) -> Any:
-        """Return a list with the reward of the one completion, or an awaitable of it."""
+        """Return a list with the reward of the only completion, or an awaitable of this list."""
         terms = self.terms(**arguments)
         return self._total_of(terms) if inspect.isawaitable(terms) else [self.total(terms)]
 
@@ -252,7 +254,9 @@ class WeightedRewards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answers:
-    """TRL's reward functions as one for `reward.custom`: its score is the sum, and each function is a term."""
+    """TRL's reward functions as one function for `reward.custom`: its score is their weighted sum, and each is also a
+    term.
+    """
 
     rewards: WeightedRewards
 
@@ -272,7 +276,7 @@ class _Answers:
 
 
 def _batch(key: str, value: Any, values: Values) -> Landing:
-    """Count prompts of a generation batch, and the optimizer steps that train on it."""
+    """Translate the batch: the number of prompts of a generation batch, and of optimizer steps that train on it."""
     groups, minibatches, note = _sizes(values)
     settings = {
         "rollout.group_size": int(values["num_generations"]),
@@ -291,7 +295,7 @@ def _sizes(values: Values) -> tuple[int, int, str]:
     whole = max(int(sampled), per_update)
     if whole % group or whole % per_update or (whole // group) % (whole // per_update):
         raise ConfigError(
-            f"{whole} completions of a generation batch ({per_pass} at a time, {per_update} an optimizer step) can't "
+            f"{whole} completions of a generation batch ({per_pass} at a time, {per_update} per optimizer step) can't "
             f"be split into groups of num_generations = {group} and equal optimizer steps of whole groups. Change "
             "gradient_accumulation_steps or steps_per_generation."
         )
@@ -299,14 +303,16 @@ def _sizes(values: Values) -> tuple[int, int, str]:
 
 
 def _num_steps(key: str, value: Any, values: Values) -> Landing:
-    """Count generation batches: max_steps counts optimizer steps; without it, epochs count rows."""
+    """Translate the number of steps, which rayapp counts in generation batches, from max_steps (optimizer steps) or
+    from epochs.
+    """
     groups, minibatches, _ = _sizes(values)
     if int(value) > 0:
         steps = -(-int(value) // minibatches)
         return Landing(settings={"train.num_steps": steps}, note=f"{value} optimizer steps / {minibatches} of a batch")
     epochs, rows = float(values["num_train_epochs"]), int(values[NUM_ROWS])
     if not rows:
-        return Landing(note="epochs can't be counted without train_dataset: train.num_steps stays our default")
+        return Landing(note="the number of steps is unknown without train_dataset: train.num_steps keeps its default")
     if rows < groups:
         raise ConfigError(f"train_dataset has {rows} rows, fewer than the {groups} prompts of a batch")
     return Landing(
@@ -316,7 +322,7 @@ def _num_steps(key: str, value: Any, values: Values) -> Landing:
 
 
 def _every(target: str, strategy: str) -> Rule:
-    """Make the rule of a number of optimizer steps between two saves or evaluations."""
+    """Return a rule for the number of optimizer steps between saves or between evaluations."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         when = str(getattr(values[strategy], "value", values[strategy]))
@@ -356,7 +362,7 @@ def _schedule(key: str, value: Any, values: Values) -> Landing:
 
 
 def _lengths(key: str, value: Any, values: Values) -> Landing:
-    """Translate the longest completion, and with vLLM's longest sequence the longest prompt."""
+    """Translate the maximum length of a completion and, from vLLM's maximum sequence length, that of a prompt."""
     completion = int(value)
     settings = {"rollout.max_completion_tokens": completion}
     whole = values["vllm_max_model_length"]
@@ -365,7 +371,7 @@ def _lengths(key: str, value: Any, values: Values) -> Landing:
     longest = int(whole or 512 + completion)
     settings["learner.max_tokens_per_microbatch"] = max(16, longest * int(values["per_device_train_batch_size"]))
     return Landing(
-        settings=settings, note="" if whole else "TRL has no limit of prompts: rollout.max_prompt_tokens is 512"
+        settings=settings, note="" if whole else "TRL doesn't limit prompts; rollout.max_prompt_tokens is 512"
     )
 
 
@@ -387,7 +393,7 @@ def _gpus(key: str, value: Any, values: Values) -> Landing:
         "server.tensor_parallel_size": tp,
     }
     note = (
-        "one server of the run's own beside the learners"
+        "one vLLM server of the run, on separate GPUs from the learners"
         if is_split
         else "servers and learners take turns on the same GPUs"
     )
@@ -420,7 +426,7 @@ def _loss(key: str, value: Any, values: Values) -> Landing:
 
 
 def _clip(key: str, value: Any, values: Values) -> Landing:
-    """Translate both sides of the clip. TRL's cispo bounds the weight itself, and only from above, by epsilon_high."""
+    """Translate both sides of the clip range. TRL's cispo clips the weight itself, only from above, at epsilon_high."""
     low = float(values["epsilon"])
     high = float(values["epsilon_high"] if values["epsilon_high"] is not None else low)
     if values["loss_type"] == "cispo":
@@ -434,17 +440,21 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Translate the KL; its bias correction has the gradient of k3+ while the ratio is 1."""
+    """Translate the KL. TRL's bias correction has the gradient of k3+ if the ratio is 1."""
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}
     return Landing(settings=settings, note="" if float(value) else "no reference is loaded")
 
 
 def _correction(key: str, value: Any, values: Values) -> Landing:
-    """Translate the importance weights between vLLM and the learner. A mask sets weights outside of its bounds to 0."""
+    """Translate the importance weights between vLLM and the learner. TRL's mask modes set weights outside the bounds to
+    0.
+    """
     section = "algorithm.rollout_correction"
     if not values["use_vllm"] or not values["vllm_importance_sampling_correction"]:
-        return Landing(settings={f"{section}.level": "none"}, note="only with use_vllm and the correction turned on")
+        return Landing(
+            settings={f"{section}.level": "none"}, note="TRL reads it only with use_vllm and the correction turned on"
+        )
     level, _, kind = str(value).partition("_")
     cap, floor = values["vllm_importance_sampling_cap"], values["vllm_importance_sampling_clip_min"]
     top = cap if cap is not None else values["vllm_importance_sampling_clip_max"]
@@ -462,29 +472,35 @@ def _correction(key: str, value: Any, values: Values) -> Landing:
 def _std(key: str, value: Any, values: Values) -> Landing:
     named = {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
     if named not in ("group", "none"):
-        raise ConfigError(f"{key} = {value!r} can't be imported: advantages are scaled by the group's deviation or not")
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: advantages can be scaled only by the group's standard deviation, or "
+            "not at all"
+        )
     return Landing(
-        settings={"algorithm.norm_adv_by_std": named == "group"}, note="as in verl, 1e-6 is added to the std"
+        settings={"algorithm.norm_adv_by_std": named == "group"},
+        note="rayapp adds 1e-6 to the standard deviation, like verl",
     )
 
 
 def _several(key: str, value: Any, values: Values) -> Landing:
     if value == "sum_then_normalize":
-        return Landing(note="rewards are summed, then compared in the group")
+        return Landing(note="rewards are summed, and the sums are compared within the group")
     weights = values["reward_weights"] or [1.0]
     if value != "normalize_then_sum" or set(weights) != {1.0}:
         raise ConfigError(
-            f"{key} = {value!r} with reward_weights = {weights} can't be imported: gdpo gives all rewards one weight"
+            f"{key} = {value!r} with reward_weights = {weights} can't be imported: with gdpo all rewards have the same "
+            "weight"
         )
     settings = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_terms": values["reward_funcs"]}
     return Landing(settings=settings)
 
 
 def _turns(key: str, value: Any, values: Values) -> Landing:
-    """Allow one more turn than rounds of tool calls: the last one is the answer."""
+    """Translate the rounds of tool calls to turns: one more, because the last turn is the answer."""
     settings = {"agent.max_assistant_turns": 32 if value is None else int(value) + 1}
     return Landing(
-        settings=settings, note="no limit in TRL" if value is None else "rounds of tool calls, and the answer"
+        settings=settings,
+        note="no limit in TRL" if value is None else "rounds of tool calls, and one turn for the answer",
     )
 
 
@@ -507,16 +523,19 @@ def _variables(key: str, value: Any, values: Values) -> Landing:
 def _model_options(key: str, value: Any, values: Values) -> Landing:
     more = set(dict(value or {})) - {"dtype", "torch_dtype", "attn_implementation", "use_cache", "device_map"}
     if more:
-        raise ConfigError(f"{key} has {', '.join(sorted(more))}, which can't be imported: change a copy of the model")
-    return Landing(note="the learner has its own attention, parameters are float32")
+        raise ConfigError(
+            f"{key} has {', '.join(sorted(more))}, which can't be imported: edit config.json in a copy of the model"
+        )
+    return Landing(note="the learner has its own attention, and its parameters are float32")
 
 
 def _resume(key: str, value: Any, values: Values) -> Landing:
     if isinstance(value, str):
         raise ConfigError(
-            f"{key} = {value!r} can't be imported: a run resumes from its own folder; name its model as `model`"
+            f"{key} = {value!r} can't be imported: a run resumes only from its own folder; give the checkpoint's model "
+            "as `model`"
         )
-    return Landing(note="the same command continues from the last checkpoint")
+    return Landing(note="the same call continues from the last checkpoint")
 
 
 def _all(rule: Rule, names: str) -> dict[str, Rule]:
@@ -524,8 +543,8 @@ def _all(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 _FILTERS = "it would bias the importance ratio, so training samples the model's own distribution"
-_MACHINERY = "transformers' or accelerate's own machinery"
-_GOES_WITH = "counts in groups_per_step and num_minibatches"
+_MACHINERY = "concerns only the internals of transformers or accelerate"
+_GOES_WITH = "included in groups_per_step and num_minibatches"
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "generation_batch_size": None,
@@ -550,7 +569,7 @@ FIELDS: dict[str, Rule] = {
     "run_name": optional("run.name"),
     "project": optional("tracking.project"),
     "seed": to("run.seed", int),
-    "data_seed": only(None, why="run.seed gives the order of rows"),
+    "data_seed": only(None, why="run.seed determines the order of rows"),
     "model_init_kwargs": _model_options,
     "trust_remote_code": to("model.trust_remote_code", bool),
     "num_generations": _batch,
@@ -560,7 +579,7 @@ FIELDS: dict[str, Rule] = {
     ),
     "num_iterations": only(1, why="each batch is trained on once; steps_per_generation splits it"),
     "max_steps": _num_steps,
-    "num_train_epochs": no_effect("counts where max_steps is -1"),
+    "num_train_epochs": no_effect("used if max_steps is -1"),
     "learning_rate": to("learner.optimizer.lr", float),
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": no_effect("goes with lr_scheduler_type"),
@@ -577,7 +596,7 @@ FIELDS: dict[str, Rule] = {
     **_all(only(None, why="the optimizer is torch's AdamW"), "optim_args optim_target_modules"),
     "bf16": _dtype,
     "fp16": no_effect("goes with bf16"),
-    "tf32": only(None, False, why="float32 is computed in full"),
+    "tf32": only(None, False, why="float32 is computed in full precision"),
     "gradient_checkpointing": to("learner.activation_checkpointing", bool),
     "torch_compile": to("learner.compile", bool),
     "temperature": lambda key, value, values: Landing(
@@ -589,26 +608,28 @@ FIELDS: dict[str, Rule] = {
     "vllm_structured_outputs_regex": only(None, why=_FILTERS),
     "chat_template_kwargs": _variables,
     "max_completion_length": _lengths,
-    "vllm_max_model_length": no_effect("less max_completion_length it is rollout.max_prompt_tokens"),
-    "use_vllm": no_effect("always vLLM, in processes of its own"),
+    "vllm_max_model_length": no_effect("minus max_completion_length it gives rollout.max_prompt_tokens"),
+    "use_vllm": no_effect("rayapp always uses vLLM, in separate processes"),
     "vllm_mode": _gpus,
     "vllm_tensor_parallel_size": no_effect("goes with vllm_mode"),
     "vllm_gpu_memory_utilization": to("server.gpu_memory_utilization", float),
-    "vllm_model_impl": only("vllm", why="servers use vLLM's own implementation"),
+    "vllm_model_impl": only("vllm", why="servers use vLLM's implementation of the model"),
     "vllm_enable_sleep_mode": no_effect("colocated servers always sleep while learners train"),
     **_all(
         no_effect("the run starts its servers itself"),
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port",
     ),
     "beta": _kl,
-    "use_bias_correction_kl": no_effect("goes with beta; it is equal while a batch has one optimizer step"),
+    "use_bias_correction_kl": no_effect("has no effect if a batch has one optimizer step"),
     "epsilon": _clip,
     "epsilon_high": no_effect("goes with epsilon"),
     "delta": _delta,
     "loss_type": _loss,
     "importance_sampling_level": no_effect("goes with loss_type"),
     **_all(no_effect("goes with loss_type=sapo"), "sapo_temperature_pos sapo_temperature_neg"),
-    **_all(no_effect("only read with loss_type=vespo"), "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"),
+    **_all(
+        no_effect("TRL reads it only with loss_type=vespo"), "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    ),
     "reward_weights": no_effect("weigh reward_funcs"),
     "multi_objective_aggregation": _several,
     "scale_rewards": _std,
@@ -616,27 +637,27 @@ FIELDS: dict[str, Rule] = {
     "entropy_coef": to("algorithm.entropy_coef", float),
     "use_adaptive_entropy": only(False, why="the coefficient of the entropy is fixed"),
     **_all(
-        no_effect("only read with use_adaptive_entropy"),
+        no_effect("TRL reads it only with use_adaptive_entropy"),
         "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
     ),
     "top_entropy_quantile": only(1.0, why="all tokens are trained on"),
-    "off_policy_mask_threshold": only(None, why="no trajectory is masked for its KL"),
-    "sync_ref_model": only(False, why="the reference stays the model that training starts from"),
-    **_all(no_effect("only read with sync_ref_model"), "ref_model_mixup_alpha ref_model_sync_steps"),
+    "off_policy_mask_threshold": only(None, why="rayapp masks no trajectory because of its KL"),
+    "sync_ref_model": only(False, why="the reference is always the start model"),
+    **_all(no_effect("TRL reads it only with sync_ref_model"), "ref_model_mixup_alpha ref_model_sync_steps"),
     "vllm_importance_sampling_mode": _correction,
     **_all(
         no_effect("goes with vllm_importance_sampling_mode"),
         "vllm_importance_sampling_correction vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
         "vllm_importance_sampling_cap",
     ),
-    "router_aux_loss_coef": only(None, 0.0, why="experts have no balancing loss"),
+    "router_aux_loss_coef": only(None, 0.0, why="rayapp has no balancing loss for experts"),
     "disable_dropout": no_effect("dropout is always 0"),
-    "cast_lm_head_to_fp32": only(False, why="the head is computed in learner.compute_dtype"),
+    "cast_lm_head_to_fp32": only(False, why="logits are computed in learner.compute_dtype"),
     "max_tool_calling_iterations": _turns,
     "eval_steps": _every("eval.every_steps", "eval_strategy"),
     "eval_strategy": no_effect("goes with eval_steps"),
     "eval_on_start": to("eval.before_training", bool),
-    "eval_delay": only(0, 0.0, why="evaluations come every eval_steps"),
+    "eval_delay": only(0, 0.0, why="eval_steps sets the interval of evaluations"),
     "num_generations_eval": lambda key, value, values: Landing(
         settings={"eval.samples_per_task": int(value or values["num_generations"])}
     ),
@@ -644,7 +665,7 @@ FIELDS: dict[str, Rule] = {
     "save_strategy": no_effect("goes with save_steps"),
     "save_total_limit": optional("checkpoint.keep_last", int),
     "save_only_model": only(
-        False, why="a checkpoint must have the optimizer to resume; checkpoint.save_contents sets its contents"
+        False, why="resuming needs the optimizer state; checkpoint.save_contents sets a checkpoint's contents"
     ),
     "load_best_model_at_end": only(False, why="set checkpoint.keep_best"),
     "resume_from_checkpoint": _resume,
@@ -654,12 +675,12 @@ FIELDS: dict[str, Rule] = {
     "use_cpu": no_effect("goes with vllm_mode"),
     "full_determinism": to("run.deterministic", bool),
     "push_to_hub": only(False, why="the model is in the run folder: `rayapp model export`"),
-    "neftune_noise_alpha": only(None, why="no noise is added to embeddings"),
+    "neftune_noise_alpha": only(None, why="rayapp adds no noise to embeddings"),
     "label_smoothing_factor": only(0.0, why="the loss has no labels"),
-    "auto_find_batch_size": only(False, why="learner.max_tokens_per_microbatch=auto measures what fits"),
+    "auto_find_batch_size": only(False, why="learner.max_tokens_per_microbatch=auto measures the size that fits"),
     "parallelism_config": only(None, why="set learner.sequence_parallel and learner.replicas"),
-    "remove_unused_columns": no_effect("reward functions get all columns"),
-    "log_completions": no_effect("always recorded: `rayapp view`"),
+    "remove_unused_columns": no_effect("reward functions always get all columns"),
+    "log_completions": no_effect("completions are always recorded; see `rayapp view`"),
     "log_completions_hub_repo": only(None, why="completions are in the run folder"),
     "logging_steps": no_effect("every step is recorded"),
     **_all(no_effect("learners shard with FSDP2"), "fsdp fsdp_config deepspeed ds3_gather_for_generation"),

@@ -110,12 +110,13 @@ def rows(
     ],
     out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix")],
     data_source: Annotated[
-        str, typer.Option(help="Rule that scores answers (docs/data.md); own: a function of yours, reward.custom")
+        str,
+        typer.Option(help="Rule that scores answers (docs/data.md); own: your own function, named in reward.custom"),
     ] = "own",
     prompt_column: Annotated[str, typer.Option(help="Text or messages; default: prompt, question, problem, …")] = "",
     answer_column: Annotated[str, typer.Option(help="Ground truth; default: answer, solution, label, …")] = "",
     no_answers: Annotated[
-        bool, typer.Option("--no-answers", help="Rows have no answers: ground_truth stays empty")
+        bool, typer.Option("--no-answers", help="The rows have no answers; ground_truth stays empty")
     ] = False,
     system: Annotated[str, typer.Option(help="System message for prompts without one")] = "",
     test_ratio: Annotated[
@@ -162,7 +163,9 @@ def from_run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that kept its trajectories")],
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
-    max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
+    max_per_prompt: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of trajectories of each prompt; default: all")
+    ] = None,
     first_step: Annotated[int, typer.Option(min=1, help="First step to take trajectories from")] = 1,
     last_step: Annotated[
         int | None, typer.Option(min=1, help="Last step to take trajectories from; default: the last of the run")

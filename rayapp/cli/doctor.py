@@ -108,9 +108,7 @@ def machine() -> Iterator[Finding]:
     yield from _token_folder()
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding(
-        "ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and none is needed on this machine"
-    )
+    yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and this machine needs none")
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
@@ -121,7 +119,7 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [Finding("note", "advantages", LACKS_BASELINE)] if config.lacks_baseline else []
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
-    if has_weights:  # a folder with weights must also have a tokenizer
+    if has_weights:  # if the folder has weights, it must also have a tokenizer
         tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
@@ -275,7 +273,7 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
 
-    build_causal_lm(config)  # without its weights
+    build_causal_lm(config)  # build the model without its weights
     teacher = frozen_models(config).get("teacher")
     if has_weights and teacher is not None and is_remote_model(teacher):
         check_remote_model(teacher)
@@ -302,7 +300,7 @@ def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
         return
     for source in sources_of(config):
         where = f"source {source.name}: " if source.name else ""
-        for finding in _tool_parser_fits(source.config, tokenizer):
+        for finding in (*_tool_parser_fits(source.config, tokenizer), *_history_stays(source.config, tokenizer)):
             yield replace(finding, detail=f"{where}{finding.detail}")
 
 
@@ -354,6 +352,28 @@ def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
         check_parser, tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template
     )
     yield from _problem("tools", check)
+
+
+def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
+    """Say which parts of earlier turns the chat template writes otherwise, for agents whose calls send them again."""
+    if config.agent_name != "external_agent":
+        return
+    from rayapp.rollout.agent.chat import ChatFormat, load_template
+
+    template = load_template(config.agent.chat_template) if config.agent.chat_template else ""
+    variables = config.agent.chat_template_kwargs
+    lost = ChatFormat(tokenizer, template=template, name=config.model.path, variables=variables).rewritten()
+    if not lost:
+        yield Finding("ok", "history", "the chat template writes earlier turns as the policy sampled them")
+        return
+    yield Finding(
+        "note",
+        "history",
+        f"the chat template writes parts of an earlier turn otherwise than the policy sampled them: {', '.join(lost)}. "
+        "In training the policy reads its own tokens again; servers that know only messages, such as `rayapp serve`, "
+        "let it read the template's version",
+        "compare the rewards of both before relying on one, or set agent.chat_template to a template that keeps them",
+    )
 
 
 def _storage_answers(config: Config) -> Iterator[Finding]:
@@ -425,7 +445,7 @@ def _shared_memory_fits(config: Config) -> Iterator[Finding]:
         yield Finding(
             "problem" if is_refused else "note",
             "/dev/shm",
-            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}"
+            f"{shm / _GIB:.1f} GiB are free, but cluster.object_store_mib is {config.cluster.object_store_mib}"
             + ("" if is_refused else ": Ray keeps objects in /tmp, on the disk"),
             cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
         )

@@ -33,6 +33,10 @@ from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": (
+        "trying:init_app",
+        "Write a project folder that trains as it is: config, task, rows, reward, README, Makefile.",
+    ),
     "train": ("train:app", "Train as CONFIG says."),
     "eval": (
         "train:app",
@@ -47,6 +51,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
     "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
+    "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
+    "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),
     "gpu-check": (
@@ -142,7 +148,7 @@ def _show_as_written(typed: typer.Typer) -> None:
 def main() -> None:
     """Run the command line of this process and exit with its code (the entry point)."""
     _begin_in_utf8()
-    # Show only rayapp's own warnings, which warnings of libraries would hide.
+    # Show only rayapp's own warnings; among libraries' warnings they would be overlooked.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
@@ -158,7 +164,7 @@ def _begin_in_utf8() -> None:
     POSIX, Python uses UTF-8 anyway.
     """
     is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
-    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1: restarted already
+    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # PYTHONUTF8=1 means that this program was already restarted
         return
     os.environ["PYTHONUTF8"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

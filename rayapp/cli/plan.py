@@ -5,15 +5,18 @@ The arithmetic is in `rayapp/learner/memory/`; this file prints it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from math import ceil
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
 from rayapp.config.agreement import CAPABILITIES, gpu_problems
-from rayapp.config.bundles import bundles_of, gpu_arithmetic
+from rayapp.config.bundles import bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.config import Config, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import InputError, UserError
@@ -35,10 +38,13 @@ from rayapp.learner.memory.plan import (
     plan_node,
     plan_server,
 )
-from rayapp.learner.memory.shape import GIB, GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
+from rayapp.learner.memory.shape import GIB, GPUS, NODE_GPUS, Gpu, ModelShape, gpu_called, gpu_here, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS, HOLDERS, PhaseRow, generate, late, step_timeline
 from rayapp.rollout.images import each_once, images_of_prompts
 from rayapp.sandbox.providers.table import image_source
+
+if TYPE_CHECKING:
+    from rayapp.driver.forecast import Plays
 
 app = typer.Typer()
 
@@ -49,7 +55,7 @@ CALIBRATION = (
 )
 
 
-def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
+def plan_command(config: Config, gpu: Gpu, *, fake_tensors: bool = False) -> bool:
     """Print the plan for GPUs of this kind. Returns True if the config fits.
 
     Raises:
@@ -63,8 +69,8 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
     plan = plan_gpu(shape, config, gpu)
     for line in plan_lines(shape, config, gpu, plan):
         print(line)
-    if simulate:
-        print(simulated_line(config, plan))
+    if fake_tensors:
+        print(fake_tensors_line(config, plan))
     for line in () if plan.fits else refusal_lines(shape, config, gpu, plan):
         print(line)
     others = list(plan_model_servers(config, gpu.room))
@@ -80,6 +86,45 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
         print(line)
     print(CALIBRATION)
     return plan.fits and not wrong and not missed and all(server.kv_tokens for _, server in others)
+
+
+COLUMNS_SIMULATED = ("s/step", "tokens/s", "servers idle", "learners idle", "staleness", "late", "cost/step")
+LEGEND = """
+tokens/s: sampled tokens that were trained. idle: share of the time without work; GPUs that servers and learners share
+are idle in turns. staleness: versions, mean over groups. late: trajectories dropped at the group's deadline. cost/step:
+GPUs and nodes by `budget`. Servers, store and groups run as in a run; the seconds are the plan's (docs/scale.md)."""
+
+
+def compare_variants(
+    variants: Mapping[str, Config], gpu: Gpu, plays: Callable[[Config], Plays], num_steps: int
+) -> bool:
+    """Simulate each variant, and print a table of their speeds. Returns True if all fit into memory."""
+    for number, overrides in enumerate(variants):
+        print(f"{number}: {overrides or 'as configured'}")
+    print(f"\n{'':<3}" + "".join(f"{name:>15}" for name in COLUMNS_SIMULATED))
+    fits = True
+    for number, given in enumerate(variants.values()):
+        shape = model_shape(given)
+        config = without_autos(shape, given, gpu)
+        if plan_gpu(shape, config, gpu).fits:
+            print(f"{number:<3}" + "".join(f"{cell:>15}" for cell in _simulated(shape, config, gpu, plays, num_steps)))
+        else:
+            fits = False
+            print(f"{number:<3} DOES NOT FIT: rayapp plan without --simulate says why")
+    print(LEGEND)
+    return fits
+
+
+def _simulated(
+    shape: ModelShape, config: Config, gpu: Gpu, plays: Callable[[Config], Plays], num_steps: int
+) -> Iterator[str]:
+    from rayapp.driver.forecast import Seconds, forecast
+
+    found = forecast(config, Seconds.planned(shape, config, gpu), plays(config), num_steps=num_steps)
+    yield from (f"{found.step_s:.1f}", f"{found.tokens_per_s:.0f}", f"{found.servers_idle:.0%}")
+    yield from (f"{found.learners_idle:.0%}", f"{found.mean_staleness:.2f}", str(found.num_late))
+    *_, hourly = hourly_price(config)
+    yield f"{hourly / 3600 * found.step_s:.3f}" if hourly else "-"
 
 
 def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
@@ -109,11 +154,44 @@ def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> It
     yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     most = largest_micro_batch(shape, config, gpu)
     yield (
-        f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
+        f"largest micro-batch that fits: {most} tokens"
+        if most
+        else "a micro-batch of the longest sequence does not fit"
     ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
     yield from share_lines(shape, config, gpu, plan)
-    yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
+    step_s = step_seconds(config, rows)
+    yield f"a step: about {step_s:.0f} s, if"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+    yield from cost_lines(config, step_s)
+
+
+def cost_lines(config: Config, step_s: float) -> Iterator[str]:
+    """Yield the price of all steps by `budget`; nothing without prices of GPUs or nodes."""
+    prices, (num_gpus, num_nodes, hourly) = config.budget, hourly_price(config)
+    if not hourly:
+        return
+    hours = config.train.num_steps * step_s / 3600
+    yield (
+        f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
+        f"{hours * hourly:.2f} {prices.currency} at {hourly:.2f} an hour; without the start, evaluations, remote "
+        "sandboxes, judges and a teacher behind a URL"
+    )
+    if prices.cap and hours * hourly > prices.cap:
+        yield f"  more than budget.cap ({prices.cap:g}): the run would end after about {prices.cap / hourly:.1f} h"
+
+
+def hourly_price(config: Config) -> tuple[int, int, float]:
+    """Return the number of GPUs and of nodes that a run takes, and their price an hour by `budget`."""
+    num_gpus = num_gpus_of(bundles_of(config))
+    num_nodes = ceil(num_gpus / NODE_GPUS)
+    return num_gpus, num_nodes, num_gpus * config.budget.gpu_hour + num_nodes * config.budget.node_hour
+
+
+def step_seconds(config: Config, rows: list[PhaseRow]) -> float:
+    """Return the seconds of a step. Asynchronous servers sample while the learners train: the slower side counts."""
+    servers = sum(row.speed.seconds for row in rows if row.phase == "generate")
+    learners = sum(row.speed.seconds for row in rows) - servers
+    return servers + learners if config.train.takes_turns else max(servers, learners)
 
 
 def share_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
@@ -143,13 +221,13 @@ def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
     yield "stays, works: the learner's memory between steps and at its peak; buffer: weights being sent to the servers"
 
 
-def simulated_line(config: Config, plan: GpuPlan) -> str:
+def fake_tensors_line(config: Config, plan: GpuPlan) -> str:
     """Run the learner's own step on fake tensors and return its memory beside the plan's."""
     from rayapp.learner.memory.simulation import simulate_learner
 
     found, planned = simulate_learner(config), plan.learner.total - plan.learner.runtime
     return (
-        f"simulated, without CUDA: {_gib(found.peak)} GiB at the peak, {_gib(found.resident)} between steps; "
+        f"on fake tensors, without CUDA: {_gib(found.peak)} GiB at the peak, {_gib(found.resident)} between steps; "
         f"planned: {_gib(planned)} and {_gib(plan.learner.resident - plan.learner.runtime)}"
     )
 
@@ -268,21 +346,56 @@ def plan(
         ),
     ] = "",
     model_config: ModelConfig = None,
-    simulate: Annotated[
+    fake_tensors: Annotated[
         bool,
         typer.Option(
-            "--simulate", help="Also run the learner's own step on fake tensors: up to minutes, for any model"
+            "--fake-tensors", help="Also run the learner's own step on fake tensors: up to minutes, for any model"
         ),
     ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Simulate a run with the plan's seconds, and print its speed instead"),
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="With --simulate: overrides of a variant to compare, 'key=value key=value'. Repeatable."),
+    ] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="With --simulate: completion tokens, from a run folder's trajectories, or MEDIAN or MEDIAN,SIGMA of a "
+            "log-normal; default: a quarter of rollout.max_completion_tokens, 0.8"
+        ),
+    ] = "",
+    tool_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="With --simulate: mean seconds of tools and verdict, log-normal"),
+    ] = 0.0,
+    steps: Annotated[int, typer.Option(min=2, help="With --simulate: steps to count")] = 8,
 ) -> None:
     """Print a step's GPU memory by phase, its time, and the largest settings that fit. If the config does not fit,
     print the nearest config that fits, and exit with 1. Allocates nothing."""
     from rayapp.config.loading import load_config
 
-    with with_model_config(load_config(config, overrides or ()), model_config) as loaded:
+    variants = ["", *(against or [])] if simulate else [""]
+    with ExitStack() as opened:
+        loaded, *others = (
+            opened.enter_context(
+                with_model_config(load_config(config, [*(overrides or ()), *shlex.split(variant)]), model_config)
+            )
+            for variant in variants
+        )
         kind = gpu_called(gpu) if gpu else None if loaded.cluster.device == "cpu" else gpu_here()
         if kind is None and loaded.cluster.device == "gpu":
             raise InputError(f"there is no GPU on this machine to plan for: name one, --gpu {'|'.join(GPUS)}")
-        fits = plan_on_cpu(loaded) if kind is None else plan_command(loaded, kind, simulate=simulate)
+        if simulate:
+            if kind is None:
+                raise InputError("--simulate needs the figures of a GPU: name one, --gpu h100, and cluster.device=gpu")
+            from rayapp.driver.forecast import plays_of
+
+            of_variants = dict(zip(variants, [loaded, *others], strict=True))
+            fits = compare_variants(of_variants, kind, partial(plays_of, lengths=lengths, tool_s=tool_s), steps)
+        else:
+            fits = plan_on_cpu(loaded) if kind is None else plan_command(loaded, kind, fake_tensors=fake_tensors)
 
     raise typer.Exit(0 if fits else EXIT_FAILED)

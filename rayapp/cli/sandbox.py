@@ -98,7 +98,7 @@ def run(
 
     packages = tuple(package or ())
     if stdin and str(file) == "-":
-        raise InputError("the code and its input can't both come from standard input: give the code as a file")
+        raise InputError("code and input can't both come from standard input: give the code as a file")
     code, given = _read(file), sys.stdin.read() if stdin else ""
     chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
     result = run_until_done(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
@@ -107,7 +107,7 @@ def run(
     if result.stopped_for is not None:
         sys.stderr.write(f"stopped for {result.stopped_for.value} after {result.duration_s:.2f} s\n")
         raise typer.Exit(_STOPPED)
-    # 128 + signal number, as shells report a process that a signal ended.
+    # Exit with 128 + signal number if a signal ended the code, like shells.
     raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
 
 
@@ -147,9 +147,9 @@ def serve(
         bool, typer.Option("--no-key", help="Serve without a key: any client that reaches the address may use it")
     ] = False,
     max_per_client: Annotated[
-        int, typer.Option(min=0, help="Sandboxes that one client holds at once; 0: as many as there are")
+        int, typer.Option(min=0, help="Maximum sandboxes that one client holds at once; 0: no limit")
     ] = 0,
-    max_memory_mib: Annotated[int, typer.Option(min=64, help="Most memory that a request may ask for")] = 4096,
+    max_memory_mib: Annotated[int, typer.Option(min=64, help="Maximum memory that a request may ask for")] = 4096,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
     """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit.
@@ -216,7 +216,7 @@ async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> Non
 )
 def reap(
     run: Annotated[
-        str | None, typer.Option(help="Name of the run (run.name); default: every run, also live runs")
+        str | None, typer.Option(help="Name of the run (run.name); default: all runs, including those in progress")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the sandboxes that would be ended")] = False,
     provider: Annotated[
@@ -231,7 +231,9 @@ def reap(
 
     loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
-        typer.confirm("This ends the sandboxes of every run with this key, also of live runs. Continue?", abort=True)
+        typer.confirm(
+            "This ends the sandboxes of all runs that use this key, including runs in progress. Continue?", abort=True
+        )
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
 
 
@@ -289,7 +291,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
-    """Return a sandbox section with only the providers to ask."""
+    """Return a sandbox section with only the providers whose sandboxes are to be listed."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
             f"provider {unknown[0]!r} can't list the sandboxes of another process; use one of {', '.join(KINDS)}"
@@ -311,7 +313,7 @@ def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
 def _nothing_to_ask(kinds: Sequence[str], config: SandboxConfig | None) -> str:
     if config is None:
         return (
-            "there is no provider to ask: set E2B_API_KEY or DAYTONA_API_KEY, name one with --provider, or name the "
+            "no provider is configured: set E2B_API_KEY or DAYTONA_API_KEY, name one with --provider, or name the "
             "run's config with --config. Local sandboxes end with the process that made them."
         )
     wanted = " or ".join(kinds or KINDS)
@@ -340,7 +342,7 @@ def _line(each: Reaped, *, dry_run: bool) -> str:
     if not each.sandbox_id:
         return f"{each.provider}: can't be listed: {each.error}"
     if each.error is not None:
-        return f"{each.provider} {each.sandbox_id} not ended: {each.error}"
+        return f"{each.provider} {each.sandbox_id} could not be ended: {each.error}"
     return f"{each.provider} {each.sandbox_id} {'would be ended' if dry_run else 'ended'}"
 
 
@@ -423,9 +425,11 @@ ConfigOption = Annotated[Path | None, typer.Option(help="Take the cache's folder
 def pull_images(
     images: Annotated[list[str], typer.Argument(help="REGISTRY/NAME:TAG, …@sha256:…, oci:FOLDER or archive:FILE.tar")],
     config: ConfigOption = None,
-    platform: Annotated[str, typer.Option(help="In place of this machine's, e.g. linux/arm64")] = "",
+    platform: Annotated[
+        str, typer.Option(help="Platform of the images, e.g. linux/arm64; default: this machine's")
+    ] = "",
 ) -> None:
-    """Bring images into the cache and print the digest that each name stands for now."""
+    """Download images into the cache, and print the current digest of each name."""
     section = _local_section(config)
     store = _store(section)
     for name in images:
@@ -458,10 +462,12 @@ def list_images(
 
 @images_app.command()
 def prune(
-    unused_h: Annotated[float, typer.Option(min=0, help="Only images that were not used for so many hours")] = 0.0,
+    unused_h: Annotated[
+        float, typer.Option(min=0, help="Remove only images that were not used for this many hours")
+    ] = 0.0,
     config: ConfigOption = None,
 ) -> None:
-    """Remove the images that no sandbox and no pull uses, and what cut pulls left."""
+    """Remove the images that no sandbox and no pull uses, and leftovers of interrupted pulls."""
     store = _store(_local_section(config))
     for image in store.prune(unused_s=3600 * unused_h):
         print(visible(f"removed {image.name}"))
@@ -470,11 +476,13 @@ def prune(
 @images_app.command(name="build", epilog="Example:\n\n  rayapp images build my_task/environment --name my_task")
 def build_image(
     folder: Annotated[Path, typer.Argument(help="Folder with a Dockerfile, or a task folder in Harbor's layout")],
-    name: Annotated[str, typer.Option(help="Name of the image; default: the folder's, as tasks call it")] = "",
+    name: Annotated[str, typer.Option(help="Name of the image; default: the folder's name, which tasks use")] = "",
     tool: Annotated[str, typer.Option(help=f"{', '.join(TOOLS)}; default: the first that is installed")] = "",
     config: ConfigOption = None,
 ) -> None:
-    """Build a Dockerfile into the cache, as image:build:NAME. Its commands run as the tool runs them."""
+    """Build a Dockerfile into the cache, as image:build:NAME. The build tool runs the Dockerfile's commands, without
+    rayapp's isolation.
+    """
     inner = folder / "environment"
     context = inner if (inner / "Dockerfile").is_file() else folder
     image = build(_store(_local_section(config)), context, name or folder.resolve().name, tool=tool)

@@ -125,7 +125,7 @@ def score(
 
 
 SHOWN_CHARS = 60
-"""Characters of a task, an answer or a reason that the table shows."""
+"""Maximum characters of a task, an answer or a reason in the table."""
 
 
 @app.command(

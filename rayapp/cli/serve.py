@@ -50,12 +50,12 @@ def serve(
     api_key_env: Annotated[
         str,
         typer.Option(
-            help="Environment variable with the key that clients send, or several with commas between; if it is empty, "
-            "a key is made"
+            help="Environment variable with the key that clients send, or several keys separated by commas; if it "
+            "is empty, a key is made"
         ),
     ] = KEY_VARIABLE,
     max_requests: Annotated[
-        int, typer.Option(min=1, help="Most calls of one key at once; further calls get 429")
+        int, typer.Option(min=1, help="Maximum calls of one key at once; further calls get status 429")
     ] = 1024,
 ) -> None:
     """Serve chat completions, completions, responses and messages, e.g. for other evaluation harnesses. Requests never
@@ -73,7 +73,9 @@ def serve(
     asked = load_config(config, [*(overrides or ()), *([f"model.path={json.dumps(model)}"] if model else [])])
     name = asked.run.name if running else asked.model.path
     if not running:
-        asked = with_values(asked, run={"name": f"{asked.run.name}-serve"})  # a run of that name may be in progress
+        asked = with_values(
+            asked, run={"name": f"{asked.run.name}-serve"}
+        )  # another name, because a run of that name may be in progress
     if max_tokens:
         asked = with_values(asked, rollout={"max_prompt_tokens": max_tokens - 1, "max_completion_tokens": 1})
     sockets = bound(host, port)  # Bind first: if the port is taken, nothing is started.
@@ -110,7 +112,7 @@ async def _serve(
     from rayapp.storage.models.check import check_model
 
     new_key = "" if keys else secrets.token_urlsafe(24)
-    # Check the model before starting the engine: the check takes a second and says what is wrong.
+    # Check the model before starting the engine: the check takes a second and explains problems.
     if not running:
         await asyncio.to_thread(check_model, config)
     formats = await asyncio.to_thread(Formats.of, config)

@@ -130,8 +130,8 @@ def _extremes(row: DataRow, trial: Trial) -> list[str]:
 
 
 def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[float]) -> str:
-    """Return the reason why training on this row would teach nothing; empty if its ground truth earns more than an
-    empty answer.
+    """Return the reason why this row is useless for training; empty if its ground truth earns more than an empty
+    answer.
 
     Args:
         rewards: reward of the ground truth, then of the empty answer.
@@ -142,7 +142,8 @@ def worthless_truth(number: int, row: DataRow, trial: Trial, rewards: Sequence[f
     if not is_answer or row.ground_truth == "" or rewards[0] > rewards[1]:
         return ""
     head = (
-        f"failed: row {number}: the ground truth {row.ground_truth!r:.60} earns {rewards[0]:g}, no more than nothing."
+        f"failed: row {number}: the ground truth {row.ground_truth!r:.60} earns {rewards[0]:g}, not more than an empty "
+        "answer."
     )
     if rule is None:
         return f"{head} If {trial.name} reads another form of answer, give a right answer with --answer."

@@ -1,4 +1,6 @@
-"""`rayapp view` serves runs to a browser until Ctrl-C; `rayapp report` writes a run's report to a folder."""
+"""`rayapp view` serves runs to a browser until Ctrl-C; `rayapp report` writes a run's report to a folder; `rayapp list`
+and `rayapp compare` print tables of runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Annotated
 import typer
 
 from rayapp.core.errors import InputError, UserError
+from rayapp.core.logs import visible
 from rayapp.runs.view.security import is_loopback
 
 app = typer.Typer()
@@ -37,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        # Listen at once: until then a second viewer could bind the same port.
+        # Listen immediately: until then a second viewer could bind the same port.
         listening.listen(128)
     except OSError as error:
         listening.close()
@@ -81,7 +84,7 @@ def view(
         from rayapp.runs.view.source import open_source, run_uris
     shown = [ViewedRun(open_source(run), tokenizer) for uri in runs for run in run_uris(uri)]
     for run in shown:
-        run.refresh()  # so that the first page has rows at once; later pages load in the background
+        run.refresh()  # so that the first page has rows immediately; the rest loads in the background
     if tokenizer is not None:
         shown[0].tokenizer()  # report a wrong path now, not when a trajectory is opened
     secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""
@@ -112,3 +115,41 @@ def report(
         from rayapp.runs.view.report import write_report
     written = write_report(run, out)
     typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
+
+
+@app.command(name="list", epilog="Examples:\n\n  rayapp list\n\n  rayapp list outputs s3://bucket/runs/coding_8gpu")
+def list_runs(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Run folders, folders of runs, or s3://bucket/prefix")
+    ] = None,
+) -> None:
+    """List runs, last written first: state, step, last reward and solved share, and cost so far."""
+    with explaining_missing_packages("rayapp list"):
+        from rayapp.runs.compare import COLUMNS, existing_runs, list_rows, table
+        from rayapp.runs.view.source import run_uris
+    found = existing_runs([run for uri in runs or ["outputs"] for run in run_uris(uri)])
+    for line in table(COLUMNS, list(list_rows(found))):
+        typer.echo(visible(line))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp compare outputs/lr1e-6 outputs/lr3e-6\n\n"
+    "  rayapp compare outputs/a_seed0 outputs/a_seed1 outputs/b_seed0 outputs/b_seed1 --out comparison"
+)
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Run folders, folders of runs, or s3://bucket/prefix")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for comparison.html, with the curves side by side")] = None,
+) -> None:
+    """Compare runs: key numbers, configuration keys that differ, and curves. Runs that differ only in their seed are
+    one column, with the spread over seeds."""
+    with explaining_missing_packages("rayapp compare"):
+        from rayapp.runs.compare import comparison_lines, existing_runs, sets_of, write_comparison
+        from rayapp.runs.view.source import run_uris
+    sets = sets_of(existing_runs([run for uri in runs for run in run_uris(uri)]))
+    for line in comparison_lines(sets):
+        typer.echo(visible(line))
+    if out is not None:
+        typer.echo(f"\n{write_comparison(sets, out)}")

@@ -31,6 +31,7 @@ def check_agreement(config: Keys) -> None:
     _kl_in_reward_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
+    _teacher_price_fits(config)
     _rounding_is_corrected(config)
     _repeats(config)
 
@@ -60,6 +61,14 @@ def _teacher_fits(config: Keys) -> None:
         raise ValueError(
             f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server "
             "computes log-probs at temperature 1. Set rollout.temperature: 1, or use a teacher in the learners."
+        )
+
+
+def _teacher_price_fits(config: Keys) -> None:
+    if config.budget.teacher_million_tokens and not config.distillation.base_url:
+        raise ValueError(
+            "budget.teacher_million_tokens is set, but no teacher is behind a URL: a teacher in the learners costs "
+            "their GPUs' hours. Set distillation.base_url, or remove the price."
         )
 
 

@@ -313,6 +313,9 @@ class BudgetSection(FrozenModel):
     """Price of one node of the Ray cluster for an hour, beside its GPUs. Every node that is alive counts."""
     sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
     """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
+    teacher_million_tokens: float = Field(0.0, ge=0)
+    """Price of a million tokens that the teacher behind distillation.base_url reads: all tokens of the step's
+    trajectories."""
     cap: float = Field(0.0, ge=0)
     """The most that the run may cost, judges included; resumes go on counting. At 80% the run warns; at the cap it
     saves and ends with exit code 3. 0: no limit."""
@@ -321,7 +324,8 @@ class BudgetSection(FrozenModel):
 
     @property
     def has_prices(self) -> bool:
-        return bool(self.gpu_hour or self.node_hour or any(self.sandbox_second.values()) or self.cap)
+        by_time = self.gpu_hour or self.node_hour or any(self.sandbox_second.values())
+        return bool(by_time or self.teacher_million_tokens or self.cap)
 
 
 class EvalSection(FrozenModel):

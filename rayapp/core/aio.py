@@ -5,9 +5,8 @@ run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel i
 when_stopped             register a callback that runs at once when a signal comes
 finish_then_cancel       work that must not be left half done; a second cancellation ends it
 finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
-end_process_after        the last resort, if cleanup hangs
-together                 the same work for many items; the first failure cancels the others
-side_by_side             the results of several coroutines; the first failure cancels the others
+end_process_after        the last resort, if cleanup hangs together the same work for many items; the first failure
+cancels the others side_by_side             the results of several coroutines; the first failure cancels the others
 as_they_end              results in batches: all that finished since the last batch
 """
 
@@ -30,7 +29,7 @@ from rayapp.core.own_thread import Stopper, stopper_of_this_work
 T = TypeVar("T")
 N = TypeVar("N")
 OnStop = Callable[[], None]
-_on_stop: ContextVar[list[OnStop]] = ContextVar("who is told of Ctrl-C and SIGTERM at once")
+_on_stop: ContextVar[list[OnStop]] = ContextVar("callbacks for Ctrl-C and SIGTERM (`when_stopped`)")
 log = logging.getLogger(__name__)
 STDERR = 2
 
@@ -125,8 +124,8 @@ def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) 
 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after the work. A
-    second cancellation ends the coroutine too, for a user who won't wait. An error of the coroutine does not undo a
-    cancellation: it becomes its cause.
+    second cancellation also ends the coroutine, for a user who does not want to wait. If the coroutine raises an error
+    after a cancellation, the cancellation is raised with the error as its cause.
     """
     task = asyncio.ensure_future(coroutine)
     try:
@@ -135,7 +134,7 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             await task
         except Exception as error:  # boundary: whatever it is, the caller has been told to stop
-            log.warning("stopped, but the work that had to finish first failed: %s: %s", type(error).__name__, error)
+            log.warning("the work that had to finish before stopping failed: %s: %s", type(error).__name__, error)
             raise cancelled from error
         raise
 

@@ -105,7 +105,7 @@ class SandboxQuotaError(SandboxUnavailableError):
 
 
 class SandboxRateLimitError(SandboxUnavailableError):
-    """The provider asks us to slow down."""
+    """The provider's rate limit is reached."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -157,7 +157,7 @@ class GroupFailedError(RayappError):
 
 
 class WeightSyncError(RayappError):
-    """New weights did not reach a server completely; that server must not serve."""
+    """A server did not receive all new weights; it must not serve."""
 
 
 class ToolUnavailableError(RayappError):
@@ -201,7 +201,7 @@ class CheckpointError(RayappError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint could be read but holds contents that no training writes. An earlier one may be good."""
+    """A checkpoint can be read, but its contents are invalid (e.g. not finite). An earlier checkpoint may be valid."""
 
 
 class StorageError(RayappError):
@@ -217,7 +217,7 @@ class StorageNotFoundError(StorageError):
 
 
 class StorageExistsError(StorageError):
-    """A conditional create lost: it was there before, or another writer made it first."""
+    """A conditional create failed: the object already exists, perhaps from another writer."""
 
 
 class StorageTakenError(StorageError):
@@ -257,7 +257,7 @@ class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
 
 
 class TrainingAbortedError(RayappError):
-    """The run stops because going on would train on noise; the message says what failed and how often."""
+    """The run stops because too many rollouts failed; the message says what failed and how often."""
 
 
 class BudgetSpentError(RayappError):
@@ -279,7 +279,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the first error inside nested groups; the other tasks' errors are alike or follow from it."""
+    """Return the first error inside nested groups; the other errors are similar or follow from it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -292,4 +292,6 @@ WRONG_TOKEN = (
 
 
 class UnusableWorkError(Exception):
-    """The workspace of an agent can't be submitted. The message tells the agent why, so that it can mend it."""
+    """The workspace of an agent can't be submitted. The message is for the agent, so that it can correct the
+    workspace.
+    """

@@ -91,7 +91,8 @@ def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
     Raises:
         FileExistsError: `if_absent` is set, and `path` exists at the end of the block.
     """
-    # Unique, as two threads may replace the same file; with the suffix of `path`, as some writers choose by it.
+    # Make the name unique, because two threads may replace the same file, and keep the suffix of `path`, from which
+    # some writers choose a format.
     temporary = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}-{path.name[-100:]}")
     try:
         yield temporary
@@ -135,7 +136,9 @@ def remove_pending(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder, also while other processes add files or delete it. Files added at that moment may remain."""
+    """Delete a folder, even while other processes add files to it or delete it. Files that are added meanwhile may
+    remain.
+    """
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -176,7 +179,7 @@ def _translate(error: OSError, path: Path) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageNotFoundError(text)
     if isinstance(error, FileExistsError):
-        return StorageExistsError(f"{path} exists already: another writer was first")
+        return StorageExistsError(f"{path} already exists: another writer was first")
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return StoragePermissionError(f"{text}. Choose a folder that this user may write.")
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:

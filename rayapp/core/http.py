@@ -76,7 +76,7 @@ class TokenBucket:
     def wait_s(self) -> float:
         """Return the seconds until `take` succeeds; 0 if it would now."""
         now = self._clock()
-        # A clock that jumps back must not take tokens away.
+        # If the clock jumps back, keep the tokens.
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._updated_at) * self._rate_per_s)
         self._updated_at = now
         missing_s = max(0.0, 1.0 - self._tokens) / self._rate_per_s
@@ -84,7 +84,7 @@ class TokenBucket:
 
     def take(self) -> bool:
         """Take a token and return True; False if there is none."""
-        # Tolerate rounding, which may leave a billionth of a token missing forever.
+        # Tolerate rounding errors: otherwise a billionth of a token could be missing forever.
         if self.wait_s() > 1e-9:
             return False
         self._tokens -= 1.0

@@ -96,7 +96,8 @@ def about(**ids: int) -> Iterator[None]:
 class Labels(logging.Filter):
     """Handler filter that adds run, step and group to each record, except fields that the caller gave as `extra`.
 
-    It is no record factory: `logging` raises KeyError for an `extra` that a factory has set.
+    It is a filter, not a record factory, because `logging` raises KeyError for an `extra` that a factory has already
+    set.
     """
 
     def __init__(self, run_name: str) -> None:
@@ -169,7 +170,7 @@ class JsonLines(logging.Formatter):
 
 def start_logs(run_name: str, log_format: str) -> None:
     """Set up the driver's logs before anything is logged. `text` keeps the handler of the command line. Idempotent."""
-    # transformers prints advice to stderr between a run's lines; real errors are raised.
+    # Otherwise transformers prints advice between a run's lines; errors are raised anyway.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if log_format == "text":

@@ -51,7 +51,7 @@ class Stopper:
                 self._stop = None
 
 
-_stopper: ContextVar[Stopper | None] = ContextVar("stops what this thread does", default=None)
+_stopper: ContextVar[Stopper | None] = ContextVar("a function that stops the work of this thread", default=None)
 
 
 def stopper_of_this_work() -> Stopper | None:
@@ -68,8 +68,9 @@ def in_thread(
     """Start work that may never end in a daemon thread, where it blocks neither other work nor the process's exit.
 
     Args:
-        told: maps the work's error to the future's error: in asyncio SystemExit would end the process, and
-            StopIteration is refused.
+        told: converts the work's error to the future's error: in asyncio SystemExit would end the process, and
+        StopIteration is
+            refused.
     """
     future = Future[T]()
 
@@ -88,7 +89,7 @@ def in_thread(
 
 
 class _WorkStoppedError(Exception):
-    """Stands in for KeyboardInterrupt, which would stop the waiting event loop."""
+    """Raised in place of KeyboardInterrupt, which would stop the waiting event loop."""
 
 
 def works_in_loop() -> bool:
@@ -113,7 +114,7 @@ def work_apart(work: Callable[[], T]) -> T:
     with _sigterm_as_ctrl_c():
         while True:
             try:
-                may_begin.set()  # only here: a Ctrl-C outside this block would leave the work running
+                may_begin.set()  # only here: a Ctrl-C outside this block would not stop the work
                 return _awake_result(result)
             except KeyboardInterrupt:
                 stopper.stop()

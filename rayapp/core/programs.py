@@ -17,7 +17,7 @@ from pathlib import Path
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 AFTER_DEATH_S = 2.0
-"""Seconds that a program may take to end after its pipe closed, and that its remaining output is read for."""
+"""Seconds for which a program may take to end after its pipe closed, and for which its remaining output is read."""
 
 
 def supervised(command: Sequence[str], *, listens: bool = False) -> list[str]:
@@ -31,14 +31,14 @@ def supervised(command: Sequence[str], *, listens: bool = False) -> list[str]:
 
 
 def passed_on(*more: str) -> dict[str, str]:
-    """Return the environment for programs: the variables that they always get, and these."""
+    """Return the environment of a program: the variables that every program gets, and the given ones."""
     return {name: os.environ[name] for name in (*_PASSED_ON, *more) if name in os.environ}
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
     """End a supervised program and all its processes, and wait until they are gone. Idempotent."""
     assert process.stdin is not None
-    process.stdin.close()  # the supervisor kills them all
+    process.stdin.close()  # the supervisor then kills all of the program's processes
     try:
         async with asyncio.timeout(AFTER_DEATH_S):
             await process.wait()

@@ -1,4 +1,4 @@
-"""Protocols between the parts. Each has at least two implementations (a fake counts)."""
+"""Protocols between the parts of rayapp. Each has at least two implementations, counting fakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rayapp.core.types import (
 
 
 class Sandbox(Protocol):
-    """One isolated place where code runs. Every method has a deadline of ours, independent of the provider's SDK.
+    """One isolated place where code runs. Every method has its own deadline, independent of the provider's SDK.
 
     Any method raises:
         SandboxGoneError: the sandbox is dead; never use it again.
@@ -126,7 +126,7 @@ class SandboxSource(Protocol):
 
 
 OnTokens = Callable[[Sequence[int]], None]
-"""Gets the ids that were sampled since its last call."""
+"""Function that is called with the ids sampled since its last call."""
 
 
 class RolloutEngine(Protocol):

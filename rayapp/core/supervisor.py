@@ -31,7 +31,7 @@ _ROUND_S = 0.002
 def main(command: list[str], *, listens: bool) -> NoReturn:
     adopt_orphans()
     for number in _HANDLED:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN: the program would inherit it
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, because the program would inherit it
     pid = os.fork()
     if pid == 0:
         _become(command, listens=listens)
@@ -65,7 +65,7 @@ def _become(command: list[str], *, listens: bool) -> NoReturn:
 def _wait(pid: int) -> None:
     """Wait until the program ends, or the caller's end of the pipe closes."""
     poll = select.poll()
-    poll.register(0, 0)  # only for hang-up: the program may read the data
+    poll.register(0, 0)  # poll only for a hang-up: the program may read the data
     poll.register(os.pidfd_open(pid), select.POLLIN)
     poll.poll()
 
@@ -74,7 +74,7 @@ def end_tree(program: int, *, most_rounds: int = sys.maxsize) -> int:
     """Kill and reap children until there are none: the children of each killed process become ours.
 
     Args:
-        most_rounds: number of tries after which processes that can't be killed are left.
+        most_rounds: maximum number of rounds; processes that can't be killed by then are left.
     Returns:
         The exit status of `program`, which may have ended before; -9 if it could not be reaped.
     """

@@ -29,7 +29,7 @@ FinishReason = Literal["stop", "length"]
 class RequestId(NamedTuple):
     """Name of one request to an engine. Ids sort by purpose, then the oldest group first.
 
-    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module reads an id back from it.
+    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
     """
 
     purpose: Literal["group", "eval", "serve"]
@@ -127,7 +127,9 @@ class Completion:
     """(N, layers, k) with `learner.router_replay`: experts of the prompt's tokens after the first
     `SamplingParams.num_routed`, and of all sampled tokens but the last, which no forward pass has read."""
     top_ids: Int32Array | None = None
-    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None: not wanted."""
+    """(T, k) the likeliest tokens at each sampled token, with `SamplingParams.num_top_log_probs`; None if not
+    requested.
+    """
     top_log_probs: FloatArray | None = None
     """(T, k) their log-probs, largest first."""
     allowed: AllowedTokens | None = None
@@ -165,7 +167,7 @@ class Reward:
     """
 
     value: float
-    """The scalar that training uses; 0.0 without meaning if `valid` is False."""
+    """The scalar that training uses; meaningless (0.0) if `valid` is False."""
     terms: dict[str, float] = field(default_factory=dict)
     """Named parts, each recorded. Every task scored by tests has `pass_rate` and `solved` (0 or 1)."""
     status: str = "scored"
@@ -175,8 +177,8 @@ class Reward:
     failure_kind: str = ""
     """Reason why the verdict is not valid, e.g. sandbox_gone; empty if it is valid."""
     detail: str = ""
-    """One line for people: the exception that the code raised, or the first failed test with its expected value.
-    Recorded and shown in `rayapp view`, never to the policy."""
+    """Explanation in one line: the exception that the code raised, or the first failed test with its expected value.
+    Recorded and shown in `rayapp view`, but never shown to the policy."""
     time_score_s: float = 0.0
 
     @classmethod
@@ -306,7 +308,7 @@ class Trajectory:
     token_ids: Int32Array
     """(T,) all tokens that the policy read and sampled."""
     response_mask: BoolArray
-    """(T,) True exactly where the policy sampled the token."""
+    """(T,) True for each token that the policy sampled."""
     rollout_log_probs: FloatArray
     """(T,) the engine's log-probs where `response_mask` is True, 0 elsewhere."""
     completion_text: str

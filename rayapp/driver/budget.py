@@ -1,7 +1,7 @@
 """Counts the cost of a run (GPUs, nodes, sandboxes, judges), and stops the run at a cap.
 
     tick (every 10 s): GPUs, nodes and sandboxes x seconds x price --.
-    step: the judges' dollars ---------------------------------------+--> Costs --> costs.json, metrics cost/*, the cap
+    step: the judges' dollars, the teacher's tokens x price ---------+--> Costs --> costs.json, metrics cost/*, the cap
 
 `costs.json` in the run folder keeps the sums over resumes and killed processes: if the driver is killed, at most the
 cost since the last tick is lost.
@@ -77,8 +77,10 @@ class Costs:
             self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add the cost of the step's judges, by the prices in `judges`, and return `cost/*` metrics."""
+        """Add the cost of the step's judges (by the prices in `judges`) and of a served teacher; return `cost/*`
+        metrics."""
         self._add("judges", metrics.get("judged/dollars", 0.0))
+        self._add("teacher", metrics.get("tokens/total", 0.0) / 1e6 * self.prices.teacher_million_tokens)
         return self.metrics()
 
     def _add(self, item: str, cost: float) -> None:

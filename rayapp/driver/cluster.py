@@ -73,6 +73,7 @@ __all__ = [
     "Cluster",
     "LearnerGroup",
     "RolloutWorkerHandle",
+    "Router",
     "StandIns",
     "one_connection",
     "open_cluster",

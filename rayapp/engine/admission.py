@@ -1,6 +1,6 @@
 """Admits requests to an engine: in cohorts that start together, and within a limit of concurrent requests.
 
-`Cohorts` makes requests wait until their cohort is complete, for a limited time, as some may be lost.
+`Cohorts` makes requests wait until their cohort is complete, for a limited time, because requests may be lost.
 
 `ConcurrencyLimit` finds the number of concurrent requests at run time. Too few leave the device idle; too many overfill
 the KV cache, and vLLM preempts sequences, which it computes again later. The limit doubles until the first preemption,
@@ -95,11 +95,11 @@ HOLD_ABOVE = 0.95
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
 GROWTH_PER_ROUND = 4.0
-"""Growth after the first preemption: rise of the limit each time that as many requests as the limit have ended."""
+"""Increase of the limit after the first preemption, each time that as many requests have ended as the limit permits."""
 
 
 class ConcurrencyLimit:
-    """Additive increase, multiplicative decrease.
+    """Limit of concurrent requests, adapted by additive increase and multiplicative decrease.
 
     Args:
         ceiling: largest limit, `server.max_num_seqs`.
@@ -121,13 +121,14 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Return whether one more request may start. Without requests in flight the answer is True, or no request would
-        ever start."""
+        """Return True if one more request may start. Always True without requests in flight, so that requests can start
+        at all.
+        """
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
-        """Raise the limit to the requests in flight, because a cohort starts whole. The raised limit stays until the
-        cache overflows."""
+        """Raise the limit to the number of requests in flight, because a cohort starts as a whole. The limit stays
+        raised until the cache overflows."""
         self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
 
     def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
@@ -139,7 +140,8 @@ class ConcurrencyLimit:
         """
         self._kv_used = kv_used
         if num_preempted and self._num_to_settle == 0 and self._backs_off:
-            # Back off from what was in flight: a limit that was never reached did not cause the preemption.
+            # Reduce the number of requests in flight, not a limit that was never reached and so did not cause the
+            # preemption.
             self._limit = max(1.0, min(self._limit, in_flight) * BACK_OFF)
             self._is_probing = False
             self.num_back_offs += 1

@@ -92,7 +92,7 @@ class VllmEngine:
         self._updating: Carried | None = None
         """Transport of the update in progress, from `begin_update` to `go_on`; stays set if the update fails midway."""
         self._num_held = 0
-        """Number of tensors of the last update that were checked to be as the learner sent them."""
+        """Number of tensors of the last update that were verified to equal the learner's."""
         self._is_holding = False
         """True from `sleep` to `go_on` if requests in flight are kept; `_changing` is held for that time."""
         self._changing = asyncio.Lock()
@@ -291,13 +291,13 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Check the weights and set their version to `version`. They are not used before `go_on`.
+        """Check the weights and set their version to `version`. Requests use them only after `go_on`.
 
         Args:
             checksums: name -> checksum of some tensors that the group sent. Shared weights bring their own checksums,
                 which the workers check while they load.
         Returns:
-            Number of tensors that were checked to be as the learner sent them.
+            Number of tensors that were verified to equal the learner's.
         Raises:
             WeightSyncError: the model does not hold the weights that were sent; the engine must not generate.
         """
@@ -341,7 +341,7 @@ class VllmEngine:
         if not sleeps and not keeps_requests:
             return False
         if self._updating is not None:
-            raise WeightSyncError("it can't sleep: its last weight update never ended")
+            raise WeightSyncError("the engine can't sleep: its last weight update never ended")
         if keeps_requests:
             await self._hold()
         if self._is_asleep or not sleeps:

@@ -27,7 +27,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_args(config: Config) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; none if the learner sends whole weights."""
+    """Return vLLM's engine arguments for LoRA; empty if the learner sends whole weights."""
     if not config.learner.lora.sends_adapter:
         return {}
     rank = next(size for size in RANKS if size >= config.learner.lora.rank)
@@ -65,7 +65,7 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         own,
-        # Alpha equal to the rank: the scale is in the tensors already.
+        # Alpha equals the rank, because the scale is already multiplied into the tensors.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
         dtype=workers.lora_config.lora_dtype,
@@ -79,7 +79,9 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
 
 
 def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError if the engine lacks a module, for example one of another model."""
+    """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
+    adapter.
+    """
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
@@ -106,7 +108,7 @@ def set_process_environment(config: Config) -> None:
         # On a CPU cohorts suffice: equal batches are computed alike.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
-    # A single rank runs inside the engine core. By default vLLM puts even that one behind its multi-process executor,
+    # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
     # which spins on a queue and pins threads: 1.6 times slower on 2 cores.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if tp > 1 else "0"
     if tp > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
@@ -138,7 +140,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
         "enable_prefix_caching": True,
-        # Log-probs of the distribution that is sampled from; vLLM's default is before the temperature.
+        # Return log-probs of the sampled distribution; vLLM's default are log-probs before the temperature is applied.
         "logprobs_mode": "processed_logprobs",
         "structured_outputs_config": {"backend": BACKEND},
         "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",

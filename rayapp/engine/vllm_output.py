@@ -25,14 +25,14 @@ from rayapp.core.types import Completion, FloatArray, Int32Array, RequestId, Sam
 
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
-"""Pattern of a traceback's last line, the only one that is not indented."""
+"""Pattern of a traceback's last line, the only line that is not indented."""
 _CACHE = re.compile(r"\bkv\b|\bcache\b", re.IGNORECASE)
 _MOST_READ = 1 << 20
 _MOST_CHARS = 500
 
 
 class EngineOutput:
-    """Output of this process and its children from now on.
+    """The output that this process and its children write from now on.
 
     Args:
         descriptor: file descriptor that they write to; if it is not a file, the output is unknown.
@@ -48,7 +48,7 @@ class EngineOutput:
         return _because(found[1]) if found else ""
 
     def last_line(self) -> str:
-        """Return `, because ` and the last line: on standard error a failing program writes the reason last."""
+        """Return `, because ` and the last line, in which a failing program usually gives the reason."""
         lines = self._text().split(b"\n")
         return next((_because(line) for line in reversed(lines) if line.strip()), "")
 
@@ -61,7 +61,7 @@ class EngineOutput:
 
 
 def way_out(why: str) -> str:
-    """Return the run's keys to set if vLLM says that its KV cache is too small or too large; else empty."""
+    """Return advice on the keys to set if vLLM reports that its KV cache is too small or too large; otherwise empty."""
     return (
         " Set the KV cache's size: server.kv_cache_gib, on a GPU server.gpu_memory_utilization."
         if _CACHE.search(why)
@@ -152,7 +152,9 @@ class EngineLoad:
 
 
 class TokenVersions:
-    """Versions of the tokens of each request in flight. A request's id is any text that is unique among these."""
+    """Versions of the tokens of each request in flight. Request ids are strings, unique among the requests in
+    flight.
+    """
 
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
@@ -251,7 +253,7 @@ def whole_completion(
     experts = None if num_routed is None else output.routed_experts
     if num_routed is not None and (experts is None or len(experts) != num_routed):
         found = 0 if experts is None else len(experts)
-        raise EngineError(f"vLLM was to return the experts of {num_routed} tokens of {request_id}, not of {found}")
+        raise EngineError(f"vLLM returned the experts of {found} tokens of {request_id}, but {num_routed} are needed")
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,

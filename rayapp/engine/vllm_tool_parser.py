@@ -5,7 +5,7 @@ Rollout workers call `load_parser`. Importing vLLM takes seconds and half a giga
 only where they use it. If a format marks the ends of calls, each call is parsed by itself: vLLM's parsers reject a
 whole turn for one malformed call.
 
-`HarmonyParser` reads the calls of gpt-oss, as vLLM's parser `openai` for them is a stub:
+`HarmonyParser` reads the calls of gpt-oss, because vLLM's parser `openai` is a stub:
 
     <|channel|>analysis<|message|>I'll look.<|end|><|start|>assistant<|channel|>commentary to=functions.look
     <|constrain|>json<|message|>{"word": "a"}<|call|>
@@ -64,9 +64,11 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Processor time for the calls of one turn, as wall-clock time runs out too early on a busy machine."""
+"""Maximum processor time for parsing the calls of one turn; a limit of wall-clock time would depend on the machine's
+load.
+"""
 _EVENTS_PER_LOOK = 16
-"""Function calls and returns between two readings of the clock, which is a system call."""
+"""Number of function calls and returns between two readings of the clock, because each reading is a system call."""
 _MALFORMED = (
     "the parser {name} can't read it: a call must be complete, valid JSON in the form that the system prompt shows"
 )

@@ -23,7 +23,7 @@ from rayapp.engine.weights.buckets import TensorEntry, checksum_of, part_of, unp
 from rayapp.engine.weights.held import check_rounded, held_experts, held_parts, keep_sent_parts, pack_experts
 from rayapp.engine.weights.reload_workarounds import mend_after_reload, mend_reload
 
-# Every worker imports this module before it makes its weight-transfer engine.
+# Register here, because every worker imports this module before it makes its weight-transfer engine.
 vllm_gloo.register()
 
 
@@ -41,9 +41,9 @@ class WeightUpdateExtension:
         Args:
             path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
             entries: places of the tensors in the file.
-            checksums: checksums of a sample of the tensors, made by the learner.
+            checksums: the learner's checksums of a sample of the tensors.
         Returns:
-            Number of tensors that were checked to be as sent.
+            Number of tensors that were verified to equal the sent ones.
         Raises:
             ValueError: the received tensors, or the model's, differ from the sent ones.
         """
@@ -107,15 +107,15 @@ class WeightUpdateExtension:
     def die_with(self, server_pid: int) -> None:
         """End this engine when the server's process ends, even by SIGKILL."""
         server = os.pidfd_open(server_pid)
-        # With tensor parallelism the engine core made this worker; else it is the engine core. getppid would not do: an
-        # orphan's parent is the process that adopted it, such as a user's systemd.
+        # With tensor parallelism the engine core started this worker; otherwise this process is the engine core. Don't
+        # use getppid: an orphan's parent is the process that adopted it, such as a user's systemd.
         maker = getattr(parent_process(), "pid", server_pid)
         engine_core = None if maker == server_pid else os.pidfd_open(maker)
         threading.Thread(target=_end_engine_after, args=(server, engine_core), daemon=True).start()
 
 
 def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
-    """Compare tensors one after the other, and return the names of those that have a checksum."""
+    """Compare each tensor's checksum with the learner's, one after the other. Return the tensors' names."""
     found = [(name, checksum_of(part)) for name, part in parts]
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:

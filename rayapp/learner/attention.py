@@ -41,7 +41,8 @@ _HARMLESS = frozenset(
 )
 """Arguments that a model may pass to its attention and that don't affect the result here."""
 
-# Operators underneath scaled_dot_product_attention: merging blocks needs the log-sum-exp, which the latter hides.
+# Call the operators below scaled_dot_product_attention, because only they return the log-sum-exp, which merging
+# needs.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
@@ -308,7 +309,7 @@ def _backward_blocks(
         else:
             parts = _flash_backward(grad_out[:, :, rows], *whole, 0.0, block.is_own, scale=rule.scale)
         for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
-            # add_, as += on a slice would also copy the sum onto itself.
+            # Use add_, because += on a slice would also copy the sum onto itself.
             grad[:, :, where].add_(part)
     return zeros[0], zeros[1], zeros[2]
 

@@ -87,7 +87,7 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
-    # Fill all bins about equally: a small last bin would mean small matrix products, which are slow.
+    # Fill all bins about equally, because a small last micro-batch has small matrix products, which are slow.
     num_bins = max(1, -(-total // max_tokens))
     target = total / num_bins
     bins: list[list[TrainItem]] = []
@@ -153,7 +153,8 @@ def _pack_routed(
 
 
 def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
-    """Return a micro-batch of one untrained sequence, for ranks that have run out of work and for measuring memory.
+    """Return a micro-batch of one untrained sequence, for ranks that have no trajectories left and for measuring
+    memory.
 
     Args:
         num_heads: positions that go through the output head, 0 or 1.

@@ -68,9 +68,9 @@ def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) ->
 
 
 def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
-    """Turn `learner.share_prefixes` off for models with layers that compute every sequence whole regardless.
-
-    Micro-batches are limited by the number of shared tokens, but such layers need memory for all tokens."""
+    """Turn `learner.share_prefixes` off for models with layers that must compute every sequence as a whole.
+    With shared prefixes, micro-batches are limited by the number of unique tokens, but such layers need memory for all
+    tokens."""
     if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
     log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")

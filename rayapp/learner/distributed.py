@@ -73,8 +73,9 @@ class Ranks:
         return self.gather(value)[:: self.num_parts]
 
     def first_of(self, problem: str) -> str:
-        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks act alike.
-        Collective."""
+        """Return the first problem that is not empty, in order of ranks, or "", so that all ranks take the same action.
+        Collective.
+        """
         return next(filter(None, self.gather(problem)), "")
 
 

@@ -42,7 +42,7 @@ _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
 
 
 class HeadRule(NamedTuple):
-    """Function that turns the output embedding's products into logits."""
+    """Rule that turns the output embedding's products into logits: a factor and a soft cap."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -160,8 +160,9 @@ def _check_difference(measure: Callable[[], float], subject: str, computed: str)
         ) from error
     if not difference <= MAX_DIFFERENCE:
         raise InputError(
-            f"{subject} can't be trained: log-probs of a small model of its config differ by {difference:.2g} between "
-            f"the learner's {computed} and plain ones; {MAX_DIFFERENCE:g} is allowed."
+            f"{subject} can't be trained: for a small model with its config, log-probs of {computed} differ by "
+            f"{difference:.2g} from those of plain transformers; at most {MAX_DIFFERENCE:g} is allowed. Use another "
+            "model."
         )
 
 
@@ -301,7 +302,7 @@ def _sections(architecture: Any) -> Iterator[Any]:
 
 def _is_noise(section: Any, name: str) -> bool:
     if section.model_type == "phimoe" and name == "router_jitter_noise":
-        return False  # no noise: its router uses this threshold in the engine too
+        return False  # not a noise setting: the router uses this threshold in the engine, too
     return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
 
 

@@ -247,7 +247,7 @@ def _score(
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         scaled = inputs.scaled(start, stop)
         probs = torch.softmax(scaled, dim=-1)
-        # log Z from the largest probability, which is at least 1 / V, so that its log never underflows.
+        # Compute log Z from the largest probability: it is at least 1 / V, so its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = int(first_pairs[start]), int(first_pairs[stop])
@@ -299,7 +299,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
     per_row = logits.new_zeros(logits.shape[0], dtype=torch.float32).index_add_(0, slopes.rows, slopes.log_probs)
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         own = slice(start, stop)
-        # Don't name the scaled logits: they would stay in memory beside the gradients.
+        # Don't bind the scaled logits to a name: they would stay in memory beside the gradients.
         if slopes.entropy is None and slopes.teacher is None:
             grads = torch.softmax(inputs.scaled(start, stop), dim=-1).mul_(-per_row[own, None])
         else:

@@ -121,8 +121,9 @@ def step_metrics(
 
 
 def zero_variance_share(table: StepTable) -> float:
-    """Return the share of groups with equal rewards, which teach nothing, among groups with several trained
-    trajectories; 0 without such groups."""
+    """Return the share of groups with equal rewards (no signal) among groups with several trained trajectories; 0 if
+    none has.
+    """
     equal = [
         float(np.ptp(table.rewards[chosen]) == 0.0 and chosen.sum() > 1)
         for group in range(table.num_groups)

@@ -109,7 +109,9 @@ class _PackingBuilder:
         )
 
     def _branch(self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int) -> None:
-        """Place the sorted sequences `order` from `depth` on; `shared[i]` is the common prefix of neighbours."""
+        """Place the sorted sequences `order` from token `depth` on; `shared[i]` is the length of the prefix that
+        neighbours share.
+        """
         common = min(shared) if shared else self._sequences[order[0]].size
         saved = (common - depth) * (len(order) - 1)
         if len(order) > 1 and saved < MIN_SAVED_TOKENS:

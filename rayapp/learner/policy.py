@@ -288,7 +288,7 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
     """
     model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
-    causal_lm.tie_weights()  # tie again: each name got memory of its own
+    causal_lm.tie_weights()  # tie again, because each name got its own memory
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - tells transformers not to initialize it
     causal_lm.initialize_weights()
@@ -308,7 +308,7 @@ def shard(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
-    # Pinned memory only speeds up copies to a GPU.
+    # Pin memory only for GPUs: it speeds up copies to them.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:

@@ -122,7 +122,7 @@ def _fill(rows: Sequence[_Row], capacity: int) -> list[int]:
         if load + more > capacity and load:
             rank, load, more = rank + 1, 0, row.num_tokens + row.num_shared
         if more > capacity:
-            return [sys.maxsize]  # one row alone is larger
+            return [sys.maxsize]  # a single row exceeds the capacity
         load += more
         last = row.position if row.num_shared else last
         ranks.append(rank)

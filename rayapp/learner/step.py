@@ -306,7 +306,9 @@ class _Step:
             with self.watch("ref"):
                 self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
         section = self.config.distillation
-        if section.teacher and not section.needs_logits:  # else it reads each micro-batch together with the policy
+        if (
+            section.teacher and not section.needs_logits
+        ):  # otherwise the teacher reads each micro-batch together with the policy
             with self.watch("teacher"):
                 self.frozen["teacher"] = self._taught(items)
 
@@ -329,7 +331,7 @@ class _Step:
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner
-        if not scale.num_trajectories:  # on all ranks alike
+        if not scale.num_trajectories:  # the same on all ranks
             log.warning("step %d: an optimizer step is skipped: no trajectory is in its loss", self.number)
             learner.optimizer_steps += 1
             self.grad_norms.append(0.0)
@@ -443,7 +445,7 @@ class _Step:
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Add those of the KL losses and the entropy bonus that are configured."""
+        """Add the configured KL losses and the entropy bonus to the loss."""
         if self.algorithm.kl_loss_coef > 0:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.config.distillation.needs_logits:

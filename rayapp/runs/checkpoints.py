@@ -44,10 +44,10 @@ class Checkpoint:
     """A complete checkpoint."""
 
     version: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     path: Path
     next_group_id: int
-    """First group that the resumed run generates."""
+    """Id of the first group that a resumed run generates."""
     contents: tuple[str, ...] = ("model", "optimizer")
     """`checkpoint.save_contents` of the run that wrote it."""
     score: float | None = None
@@ -63,9 +63,9 @@ class CheckpointFolder:
 
     Args:
         path: the folder; made with the first checkpoint.
-        section: how many to keep, and what each contains.
-        in_use: true for a checkpoint that must stay for now, whatever its age.
-        fetch_again: fetches a checkpoint of at most this version from a copy of the run; false if none is left.
+        section: number of checkpoints to keep, and the contents of each.
+        in_use: returns True for a checkpoint that must not be deleted now, whatever its age.
+        fetch_again: fetches a checkpoint of at most this version from a copy of the run; returns False if none is left.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CheckpointFolder:
     def refuse(self, path: Path, why: str) -> None:
         """Mark the checkpoint at `path` as unusable: no run resumes from it, and the next save deletes it."""
         self._verified.discard(path)
-        with suppress(FileNotFoundError):  # refused already, by the thread that uploads
+        with suppress(FileNotFoundError):  # the uploading thread has already refused it
             manifest = json.loads((path / MANIFEST).read_text())
             write_text(path / REFUSED, json.dumps(manifest | {"refused": why}, indent=1))
             (path / MANIFEST).unlink()
@@ -161,7 +161,7 @@ class CheckpointFolder:
             files = sorted(path for path in pending.rglob("*") if path.is_file())
             if not files:
                 raise CheckpointError(
-                    f"{pending} is empty though the learners have saved: they wrote on another machine. Put the run "
+                    f"{pending} is empty although the learners have saved: they wrote on another machine. Put the run "
                     "folder (run.output_dir; with s3:// run.staging_dir) on a disk that the driver and the learners "
                     "share."
                 )
@@ -175,10 +175,10 @@ class CheckpointFolder:
                 XXH3: hash_files(pending, names),
             }
             write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
-            put_in_place(pending, target)  # an existing one is torn: a complete one is never rewritten
+            put_in_place(pending, target)  # an existing folder is incomplete: complete checkpoints are never rewritten
         self._prune()
         checkpoint = _read(target)
-        assert checkpoint is not None, f"{target} is not whole right after it was committed"
+        assert checkpoint is not None, f"{target} is incomplete immediately after it was committed"
         return checkpoint
 
     def _pending(self, version: int) -> Path:

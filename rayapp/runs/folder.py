@@ -62,7 +62,7 @@ FREE_KEYS = (
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
     *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
-"""Keys and sections that may differ: they change where a run executes, how long, and what it records, but not the
+"""Keys and sections that may differ: they change where and how long a run executes and what it records, but not the
 training.
 
 train.num_steps may differ, too, unless the learning rate depends on it.
@@ -78,7 +78,9 @@ MACHINE_KEYS = (
 )
 """Keys that differ between machines. The training is equal, but not to the last bit: a warning says so."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
-"""Prefix of keys in a list: a key that may differ in a run may differ in each of its sources and judges."""
+"""List index within a key. It is removed before the comparison: a key that may differ may differ in every source and
+judge.
+"""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
@@ -94,10 +96,10 @@ def check_same_training(config: Config, stored: Path) -> None:
             f"{stored.parent} was made by an older version, whose key {next(iter(old))} is now called "
             f"{next(iter(old.values()))}: continue with the older version, or choose another run.name."
         )
-    now = dict(_flat(config.model_dump(mode="json")))
-    # A key unknown to the run's version had its default value.
-    usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
-    before = usual | dict(_flat(made_with))
+    now = dict(flat_keys(config.model_dump(mode="json")))
+    # A key that the run's older version didn't have counts with its default value.
+    usual = {key: value for key, value in flat_keys(Config().model_dump(mode="json")) if key in now}
+    before = usual | dict(flat_keys(made_with))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = {
         key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
@@ -108,9 +110,10 @@ def check_same_training(config: Config, stored: Path) -> None:
     refused = {key: line for key, line in changed.items() if not _is_among(key, meant)}
     if refused:
         raise RunFolderError(
-            f"{stored.parent} was made by another configuration:\n  " + "\n  ".join(refused.values()) + "\nGo on with "
-            "the old values, or choose another run.name (model.path may be this run's final/). If the change is meant: "
-            f"run.allow_changed='[{', '.join(refused)}]'."
+            f"{stored.parent} was made by another configuration:\n  "
+            + "\n  ".join(refused.values())
+            + "\nContinue with the old values, or choose another run.name (model.path may be this run's final/). "
+            f"If you intend the change: run.allow_changed='[{', '.join(refused)}]'."
         )
     for line in changed.values():
         log.warning(
@@ -129,14 +132,14 @@ def _reason(key: str, config: Config) -> str:
     return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield keys and values, including those of sections in a list, as `sources[0].name`."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_keys(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             for index, each in enumerate(value):
-                yield from _flat(each, f"{prefix}{key}[{index}].")
+                yield from flat_keys(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 
@@ -194,7 +197,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Config, mirror: RunMirror | None = None) -> None:
         self.path = path
         self.uri = mirror.uri if mirror is not None else str(path)
-        """Place of the run in messages for people."""
+        """Location of the run, for messages."""
         self._config = config
         self._mirror = mirror
         self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
@@ -243,13 +246,13 @@ class RunFolder:
         has_run = (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
         if resume == "never" and has_run:
             raise RunFolderError(
-                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
+                f"{self.path} already holds a run, and run.resume is never. Choose another run.name, delete the "
                 "folder, or continue the run with run.resume=auto."
             )
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
             raise RunFolderError(
-                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start over."
+                f"run.resume is must, but {self.path} has no complete checkpoint. Use auto to start over."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
@@ -263,12 +266,12 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """True once the last step is saved and exported: there is nothing left to do for this config."""
+        """True once the last step is saved and exported: this config has nothing left to do."""
         checkpoint = self.checkpoints.latest()
         if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
-        # If train.num_steps was raised and the run died before its export, `final/` still has the model of its first
-        # end.
+        # If train.num_steps was raised and the run died before its export, `final/` still has the model of the run's
+        # earlier end.
         return self.exported_step == checkpoint.version
 
     @property
@@ -288,7 +291,9 @@ class RunFolder:
         return self._mirror.metrics() if self._mirror is not None else {}
 
     def truncate_after(self, version: int) -> int:
-        """Delete metrics and trajectories of steps that the resumed run repeats. Returns how many steps had metrics."""
+        """Delete metrics and trajectories of steps that the resumed run repeats. Return the number of deleted steps
+        that had metrics.
+        """
         metrics, num_cut = self.path / "metrics.jsonl", 0
         if metrics.exists():
             lines = metrics.read_bytes().splitlines()
@@ -300,7 +305,7 @@ class RunFolder:
             for file in (self.path / folder).glob("step=*.parquet"):
                 if int(file.stem.removeprefix("step=")) > version:
                     file.unlink(missing_ok=True)
-        # After the local files are gone: otherwise the mirror would send them again.
+        # Do this after deleting the local files: otherwise the mirror would upload them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
         return num_cut

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rayapp.runs.view.curves import Curves, Panel
 
 SMOOTHED_STEPS = 5
 COLOURS = ("#1f5fbf", "#c2500a", "#1b7a46", "#8a3ab0", "#b0186e", "#7a6200", "#0a7683", "#66513d")
-# Any: matplotlib's stubs want a literal type for each of its keys.
+# Typed as Any, because matplotlib's stubs require a literal type for each key.
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -31,10 +32,9 @@ _STYLE: Any = {
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`; nothing if no step was logged.
-
-    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A run on demonstrations
-    only gets its losses.
+    """Draw `rewards.png` beside `metrics.jsonl`; do nothing if no step was logged.
+    The steps of a warm-up, whose folder is beside the run's, come first, with numbers up to 0. A supervised run gets a
+    plot of its losses.
     """
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:
@@ -110,6 +110,29 @@ def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
             axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=label)
         _dress(axes, panel)
     return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A metric of several runs: the mean at each step, and a band around it."""
+
+    label: str
+    steps: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def draw_lines(panel: Panel, key: str, lines: Iterable[Line], path: Path) -> None:
+    """Draw the lines of one metric, in the panel's unit and range, to `path`."""
+    with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
+        for number, line in enumerate(lines):
+            colour, is_point = COLOURS[number % len(COLOURS)], len(line.steps) == 1
+            axes.plot(
+                line.steps, line.mean, color=colour, linewidth=1.6, marker="o" if is_point else None, label=line.label
+            )
+            axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+        _dress(axes, replace(panel, title=f"{panel.title}: {key}"))
 
 
 def _dress(axes: Any, panel: Panel) -> None:

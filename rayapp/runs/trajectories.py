@@ -115,7 +115,7 @@ _OPTIONAL = {"allowed"}
 def write_trajectories(
     path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
 ) -> None:
-    """Write the trajectories of one step, aside and then renamed.
+    """Write the trajectories of one step to a temporary file, which is then renamed.
 
     Args:
         learner_log_probs: for response tokens, by position of the trajectory in the step; missing ones become null.
@@ -147,7 +147,8 @@ def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, F
 def _storable(value: Any, kind: pa.DataType) -> Any:
     """Make a value storable in a column of this type, whatever a policy, a tool or a reward function produced.
 
-    Half of a surrogate pair is spelled out; values that are no numbers become NaN, those too large infinite.
+    Halves of surrogate pairs are escaped; values that aren't numbers become NaN, and numbers that are too large become
+    infinite.
     """
     if value is None or isinstance(value, np.ndarray):
         return value
@@ -355,7 +356,8 @@ class Selected:
 
 
 def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write the selection to `out`, a parquet file, aside and then renamed. Failed trajectories are never selected.
+    """Write the selection to a temporary file, which is then renamed to `out`, a parquet file. Failed trajectories are
+    never selected.
 
     Raises:
         InputError: the run kept no trajectories, one of its files can't be read, or no trajectory meets the criteria.
@@ -363,7 +365,8 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
     files = [file for file in sorted((run / "trajectories").glob("step=*.parquet")) if _is_wanted(file, selection)]
     if not files:
         raise InputError(
-            f"{run / 'trajectories'} holds no steps to choose from: name the folder of a run that was trained with "
+            f"{run / 'trajectories'} has no recorded steps to select from: name the folder of a run that was trained "
+            "with "
             "tracking.trajectories: true"
         )
     count = Selected()
@@ -379,6 +382,24 @@ def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
                 "lower --min-reward"
             )
     return count
+
+
+def solve_rates(run: Path) -> dict[str, float]:
+    """Return task -> share of a run's valid trajectories that solved it, over all steps that the run kept.
+
+    Raises:
+        InputError: the run kept no trajectories, or one of its files can't be read.
+    """
+    files = sorted((run / "trajectories").glob("step=*.parquet"))
+    if not files:
+        raise InputError(
+            f"{run / 'trajectories'} holds no steps: name the folder of a run with tracking.trajectories: true"
+        )
+    solved: dict[str, list[float]] = {}
+    for group in (group for file in files for group in read_groups(file)):
+        rewards = [each.reward for each in group.trajectories if each.reward.valid]
+        solved.setdefault(group.prompt.task, []).extend(each.terms.get("solved", each.value) for each in rewards)
+    return {task: sum(value >= 1.0 for value in values) / len(values) for task, values in solved.items() if values}
 
 
 def _is_wanted(file: Path, selection: Selection) -> bool:

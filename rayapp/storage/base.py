@@ -28,7 +28,9 @@ MAX_SMALL_BYTES = 64 << 20
 
 
 Fence = Callable[[], Awaitable[float]]
-"""Awaited before a write: returns the seconds within which it must end, or raises StorageError to forbid it."""
+"""Function that is awaited before a write. Returns the seconds within which the write must end, or raises StorageError
+to forbid it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ def _digest(path: Path, algorithm: str) -> str:
 
 
 def _digests(path: Path, algorithms: Sequence[str]) -> list[str]:
-    # Read, not mapped: if a disk fails under a map, the process ends with SIGBUS.
+    # Read the file instead of mapping it: if the disk fails under a mapping, SIGBUS ends the process.
     with path.open("rb", buffering=0) as file:
         digests, buffer = [_ALGORITHMS[name]() for name in algorithms], memoryview(bytearray(_SLICE_BYTES))
         while num_read := file.readinto(buffer):

@@ -34,7 +34,7 @@ class Manifest:
     """
 
     files: Mapping[str, ObjectInfo]
-    """Facts by key, each with its SHA-256."""
+    """Key -> facts of the file, with its SHA-256."""
 
     def dump(self) -> bytes:
         files = {key: {"num_bytes": info.num_bytes, "sha256": info.sha256} for key, info in sorted(self.files.items())}
@@ -150,7 +150,7 @@ async def _claim(storage: Storage, manifest: Manifest, there: Manifest | None, *
         await storage.put_bytes(claim, CLAIM)
         return
     if there is not None:
-        raise StorageExistsError(f"{storage.uri} holds other content already. Choose another place, or overwrite it.")
+        raise StorageExistsError(f"{storage.uri} already has other content. Choose another place, or overwrite it.")
     try:
         await storage.put_bytes(claim, CLAIM, if_absent=True)
     except StorageExistsError:
@@ -164,7 +164,7 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
         raise StorageCorruptError(f"{storage.uri}/{CLAIM} is not a claim: {error!r}; overwrite it") from error
     if claimed != manifest.digest:
         raise StorageExistsError(
-            f"{storage.uri}: another writer is putting other content there, or stopped half-way. "
+            f"{storage.uri}: another writer is uploading other content to it, or stopped half-way. "
             "Choose another place, or overwrite it."
         )
 

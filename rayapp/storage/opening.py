@@ -117,8 +117,8 @@ class LocalStorage:
             found = await hash_file(temporary)
             if found != before or (sha256 and found != sha256):
                 raise StorageCorruptError(
-                    f"{source}: its SHA-256 is {found[:12]}…, it should be {(sha256 or before)[:12]}…: it is damaged, "
-                    "or changed while it was copied"
+                    f"{source}: its SHA-256 is {found[:12]}…, expected {(sha256 or before)[:12]}…: the file is "
+                    "damaged, or changed while it was copied"
                 )
             num_bytes = temporary.stat().st_size
         return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
@@ -127,7 +127,7 @@ class LocalStorage:
 def _copy_to_disk(source: Path, target: Path) -> None:
     with storage_errors(source):
         shutil.copyfile(source, target)
-    fsync(target)  # here, in a thread: `stored` would do it on the event loop
+    fsync(target)  # call it here, in a thread, because `stored` would call it on the event loop
 
 
 @asynccontextmanager

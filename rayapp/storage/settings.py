@@ -25,8 +25,8 @@ class Transfer:
     """Sizes, timeouts and retries of transfers. One transfer uses at most `num_parallel` x `part_bytes` of memory."""
 
     part_bytes: int = 16 * MIB
-    """Size of a part; larger for files that would need over 10,000. S3 takes no part below 5 MiB except the last. Each
-    part costs server time: with parts of 8 MiB an upload takes a fifth more of it."""
+    """Size of a part; larger for files that would otherwise have over 10,000 parts. S3 refuses parts below 5 MiB,
+    except the last. Each part costs server time: with parts of 8 MiB an upload takes a fifth more."""
     num_parallel: int = 6
     """Parts or small objects in transfer at once, over the whole storage object."""
     keys_per_page: int = 1000
@@ -48,7 +48,7 @@ class S3Settings:
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
-    """None: the client looks for a profile or an instance role, like AWS tools."""
+    """Id of the key; None lets the client look for a profile or an instance role, like AWS tools."""
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     addressing_style: str = "auto"
@@ -65,7 +65,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
 
     Raises:
         StorageConfigError: an unknown preset, or one without its endpoint.
-        StorageCredentialsError: half of a key pair.
+        StorageCredentialsError: only one half of a key pair is set.
     """
     env = os.environ if environment is None else environment
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()

@@ -4,7 +4,7 @@ Only rules that compare strings and do nothing else are used. Their source was c
 random and string, and use no eval, exec, file or process. verl's `prime_code` runs the completion; `code/scoring.py`
 replaces it with runs in sandboxes. The other rules of verl's `default_compute_score` evaluate the completion and are
 refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and `geo3k` (mathruler, which uses
-sympy). A test reads verl's dispatcher and rule files, and fails when a new version of verl adds or changes a rule.
+sympy). A test reads verl's dispatcher and rule files, and fails if a new version of verl adds or changes a rule.
 
 The rule files are loaded by path: importing the package verl takes seconds, because it imports torch and Ray.
 """
@@ -94,10 +94,9 @@ def find_rule(data_source: str) -> AnswerRule | None:
 
 
 def has_rule(data_source: str) -> bool:
-    """Return True if a rule scores this data source, or tests because its rows are code problems.
-
+    """Return True if a rule or, for code problems, hidden tests score this data source.
     Raises:
-        InputError: neither scores it, and the name looks like a misspelled one: training would refuse the rows.
+        InputError: neither scores it, and the name looks misspelled: training would refuse the rows.
     """
     known = (*_RULES, *CODE_SOURCES)
     if data_source in known or find_rule(data_source) is not None:

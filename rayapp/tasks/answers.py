@@ -190,8 +190,9 @@ def _rule(data_source: str) -> AnswerRule:
     rule = find_rule(data_source)
     if rule is None:
         raise InputError(
-            f"data_source {data_source!r} has no rule here: the rules are {', '.join(NAMES)}; rayapp uses no rule of "
-            "verl that evaluates the policy's text in the trainer. If its rows are code problems, add it to "
+            f"data_source {data_source!r} has no scoring rule in rayapp. Data sources with a rule are "
+            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If its "
+            "rows are code problems, add it to "
             "reward.code.sources (docs/datasets.md); otherwise name your own reward function in reward.custom "
             "(docs/data.md)"
         )

@@ -19,7 +19,7 @@ to ban every sorting function, or all imports), and effects without a name (a se
 in order). A name that the code binds in a module or class body still counts as used: Python may fall back to the
 builtin.
 
-The time is proportional to the code's size: of a dotted name only as many parts are read as the longest pattern has.
+The time is proportional to the code's size, because dotted names are read only up to the length of the longest pattern.
 """
 
 from __future__ import annotations

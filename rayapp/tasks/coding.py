@@ -101,7 +101,7 @@ class CodingTask(BaseModel):
     """Names and operators that the code must not use; see `banned.py`."""
     tests: tuple[Expression, ...] = Field(min_length=1)
     """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs if the function has
-    several parameters). The more varied the tests, the lower lucky guesses and constants score."""
+    several parameters). With more varied tests, lucky guesses and constants score lower."""
     reference: Expression
     """Expression for the expected output, over the parameters' names (or `args`, the tuple of all arguments)."""
     helpers: str = ""

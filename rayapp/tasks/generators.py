@@ -101,7 +101,11 @@ class GeneratedTask:
         value = call.value if call.ok and isinstance(call.value, float) and 0.0 <= call.value <= 1.0 else 0.0
         why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
         if why and not (await self._call(self.answer or "", sandbox))[0].ok:
-            told = "no answer can be scored" if self.answer is None else "the right answer can't be scored either"
+            told = (
+                "no answer can be scored"
+                if self.answer is None
+                else "the generator's own right answer can't be scored either"
+            )
             return Reward.invalid("no_score", f"{told}: {why}")
         reward = _reward(value)
         return replace(reward, terms={**reward.terms, "verdict/forgeable": 1.0}, detail=why)

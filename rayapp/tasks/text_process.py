@@ -68,7 +68,7 @@ class _TextChild:
             process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-P", "-m", "rayapp.tasks.text_child"],
                 stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,  # verl's rules print what they read
+                stdout=subprocess.DEVNULL,  # verl's rules print text
                 cwd="/",
                 env=_environment(),
             )

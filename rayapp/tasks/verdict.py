@@ -114,8 +114,8 @@ async def task_verdict(task: Task, prompt: Prompt, text: str, sandboxes: Sandbox
 
 
 def settled(reward: object) -> Reward:
-    """Return the reward with plain finite numbers. If it has others or is no Reward, return an invalid reward of kind
-    reward_nonsense."""
+    """Return the reward with plain finite numbers. If a number is not finite, or the value is not a Reward, return an
+    invalid reward of kind reward_nonsense."""
     try:
         return _checked(reward)
     except Exception as error:  # boundary: a reward may hold objects of the user's classes
@@ -141,8 +141,9 @@ def _weighed(found: Reward, weights: Weights, tools: ToolRewards | None) -> Rewa
 
 
 def named(error: BaseException) -> Exception:
-    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other as an error with a
-    kind."""
+    """Return the error that a trajectory fails with: errors in `ENDS_GROUP` unchanged, any other error as an error with
+    a failure kind.
+    """
     if isinstance(error, ENDS_GROUP):
         return error
     if isinstance(error, SandboxError):

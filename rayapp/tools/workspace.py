@@ -76,8 +76,7 @@ class Workspace:
 
         If the sandbox is dead at the first use, it is replaced, because it holds no state yet.
 
-        Raises:
-            SandboxError: no sandbox is available, or the sandbox died with the trajectory's state.
+        Raises: SandboxError: no sandbox is available, or the sandbox died with the trajectory's state.
         """
         async with self._turn:
             try:

@@ -21,6 +21,7 @@ import pytest
 from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
 from support.learners import save_llama
+from support.swe_rows import SOLVED, make_mirrors, row, write
 
 pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
@@ -176,16 +177,59 @@ def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_o
     assert len(set.union(*workspaces)) == len(trajectories)
 
 
+def with_vllm(*arguments: str, log: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rayapp", "train", *arguments, "cluster.address=local"]
+    # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
+    environment = os.environ | {"RAY_worker_niceness": "0"}
+    with log.open("w") as sink:
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
+
+
+def issues(folder: Path) -> str:
+    """One source: a data set in SWE-bench's form with one issue."""
+    folder.mkdir()
+    mirrors = make_mirrors(folder)
+    source = f"swe:{write(folder, row(mirrors))}?mirrors={mirrors}&memory_mib=1024&disk_mib=64"
+    return json.dumps([{"name": "agent", "tasks": [source]}])
+
+
+@pytest.mark.long  # tests/unit/rollout/test_task_agents.py has the same agents without a run around them
+def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solution(
+    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
+) -> None:
+    look = call("bash", command="git log --oneline; ls tests; cat stats.py")
+    mend = call("edit", command="create", path="stats.py", file_text=SOLVED)
+    skip = call("edit", command="create", path="tests/test_stats.py", file_text="def test_mean():\n    pass\n")
+    scripts = [[look, mend, call("submit")], [look, skip, call("submit")]]
+    end = chat_tokenizer.eos_token_id
+    ids = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in scripts]
+    start = partial(standing_ray.train, SCRIPTS=json.dumps(ids))
+    groups = trained(tmp_path, model, start, sources=issues(tmp_path / "issues"), **{"train.groups_per_step": 1})
+
+    trajectories = [each for group in groups for each in group.trajectories]
+    assert len(trajectories) == 12
+    rewards = {turns[1].text[:60]: each.reward for each in trajectories if (turns := each.turns)}
+    assert {each.reward.value for each in trajectories} == {0.0, 1.0}, rewards
+    for each in trajectories:
+        has_mended = "no values" in each.turns[1].text
+        assert each.reward.value == each.reward.terms["fail_to_pass"] == has_mended
+        assert each.reward.terms["pass_to_pass"] == 1.0
+        assert "As handed out" in each.turns[0].calls[0].output
+        assert "test_even" not in json.dumps([call.output for turn in each.turns for call in turn.calls])
+
+
+@pytest.mark.long
+def test_the_engine_trains_on_an_issue(tmp_path: Path, model: Path) -> None:
+    changes = {"rollout.max_completion_tokens": 32, "train.groups_per_step": 1, "rollout.group_size": 4}
+    groups = trained(tmp_path, model, with_vllm, sources=issues(tmp_path / "issues"), **changes)
+
+    assert {group.prompt.task for group in groups} == {"me__stats-1"}
+    assert {each.reward.value for group in groups for each in group.trajectories} == {0.0}
+
+
 @pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
 def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
-    def start(*arguments: str, log: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "rayapp", "train", *arguments, "cluster.address=local"]
-        # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-        environment = os.environ | {"RAY_worker_niceness": "0"}
-        with log.open("w") as sink:
-            return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
-
-    groups = trained(tmp_path, model, start, **{"rollout.max_completion_tokens": 32})
+    groups = trained(tmp_path, model, with_vllm, **{"rollout.max_completion_tokens": 32})
 
     assert [group.prompt.source for group in groups].count("rows") == 2
     rewards = {each.reward.status for group in groups for each in group.trajectories}

@@ -97,9 +97,9 @@ def write_oci(
     return str(top["digest"])
 
 
-def machine_layer(*, with_python: bool) -> bytes:
+def machine_layer(*, with_python: bool, programs: Sequence[str] = PROGRAMS) -> bytes:
     """Return a layer with this machine's shell and small programs, and with its Python if `with_python`."""
-    files = {f"/usr/bin/{name}": path for name in PROGRAMS if (path := shutil.which(name))}
+    files = {f"/usr/bin/{name}": path for name in programs if (path := shutil.which(name))}
     links: dict[str, str] = {}
     if with_python:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"

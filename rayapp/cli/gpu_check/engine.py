@@ -19,7 +19,7 @@ from rayapp.core.types import RequestId, SamplingParams
 from rayapp.learner.memory.shape import GIB
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
-"""Largest allowed mean over tokens: differences from bfloat16 summation order are smaller."""
+"""Maximum mean difference over tokens; differences from bfloat16's summation order are smaller."""
 MAX_FP8_DIFFERENCE = 0.3
 """The same for weights, keys and values of 8 bits, which the correction of each token allows for."""
 PROMPT_TOKENS = 64

@@ -49,7 +49,7 @@ def _name(job: Manifest) -> Iterator[str]:
 def _one_cluster(job: Manifest) -> Iterator[str]:
     spec = job["spec"]
     if bool(spec.get("rayClusterSpec")) == bool(spec.get("clusterSelector")):
-        yield "exactly one of rayClusterSpec and clusterSelector must be there"
+        yield "give exactly one of rayClusterSpec and clusterSelector"
 
 
 def _shutdown(job: Manifest) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _shutdown(job: Manifest) -> Iterator[str]:
     shuts_down = spec.get("shutdownAfterJobFinishes", False)
     ttl = spec.get("ttlSecondsAfterFinished", 0)
     if ttl < 0:
-        yield f"ttlSecondsAfterFinished is {ttl}, it must not be negative"
+        yield f"ttlSecondsAfterFinished is {ttl}, but must not be negative"
     if ttl > 0 and not shuts_down:
         yield f"ttlSecondsAfterFinished is {ttl}, which needs shutdownAfterJobFinishes: true"
     if spec.get("suspend") and not shuts_down:
@@ -112,7 +112,7 @@ def _groups(job: Manifest) -> Iterator[str]:
         if "labels" in started_with:
             yield f"{where}: labels belong in the group, not in rayStartParams"
         if not group["template"]["spec"].get("containers"):
-            yield f"{where}: the first container must be Ray's, there is none"
+            yield f"{where}: there is no container; the first one must be Ray's"
 
 
 def _autoscaler(job: Manifest) -> Iterator[str]:
@@ -280,7 +280,11 @@ def _explain(message: str) -> str:
     named = [re.sub(r"^at '/?([^']*)': ", lambda m: f"{m.group(1).replace('/', '.')}: ", line) for line in wrong]
     if not named:
         return f"the chart can't be rendered: {message}"
-    return "wrong values:\n" + "\n".join(f"  {line}" for line in named) + "\nWhat is allowed: values.yaml of the chart."
+    return (
+        "wrong values:\n"
+        + "\n".join(f"  {line}" for line in named)
+        + "\nThe chart's values.yaml lists the allowed values."
+    )
 
 
 def _tidy(text: str) -> str:

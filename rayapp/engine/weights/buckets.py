@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ONE_IN = 8
 NUM_COLUMNS = 128
 MAX_VALUES = 1 << 24
-"""Number of values of one tensor, from the first, that its checksum covers: a fraction of a second on one core."""
+"""Number of a tensor's first values that its checksum covers; computing it takes a fraction of a second on one core."""
 
 
 class Sampler:
@@ -74,7 +74,7 @@ TensorEntry = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, offset, nbytes); the dtype as torch prints it without `torch.`, e.g. bfloat16."""
 
 ALIGNMENT = 64
-"""Bytes: tensors start on a cache line, because views of a mapped buffer are read with vector instructions."""
+"""Alignment of tensors in bytes, a cache line: views of a mapped buffer are read with vector instructions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
     """Copy tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
-        tensors: tensors on the host; each is copied before the next one is requested, and may be freed then.
+        tensors: tensors in host memory; each is copied before the next one is requested, and may then be freed.
     """
     filling, sampler = None, Sampler()
     for name, tensor in tensors:
@@ -122,7 +122,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 
 class _Filling:
-    """A bucket that is being filled. Each tensor is copied into its buffer at once.
+    """A bucket that is being filled. Each tensor is copied into its buffer immediately.
 
     Collecting the tensors first would need twice the memory, and touching fresh memory costs several times as much as
     the copy.

@@ -1,4 +1,4 @@
-"""Read back the weights that an engine's worker computes with, as parts of the tensors that the learners sent.
+"""Reads back the weights that an engine's worker computes with, as parts of the tensors that the learners sent.
 
 vLLM merges matrices (q, k and v), splits them over tensor-parallel ranks, and on a CPU packs them for a kernel. A
 linear layer maps a unit vector exactly to a column of its matrix, in whatever form vLLM stores the matrix. So
@@ -27,7 +27,7 @@ from torch.nn import functional
 from rayapp.engine.weights.buckets import columns_of, part_of
 
 EXACT = (torch.bfloat16, torch.float32)
-"""Types that hold the sent values exactly; others round them."""
+"""Number formats that hold the sent values exactly; other formats round them."""
 _MERGED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -65,7 +65,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = 
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
-                yield name, (-modules[owner].A).log()  # mamba's mixers hold it in this form, in float32
+                yield name, (-modules[owner].A).log()  # mamba's mixers hold it as -exp(A), in float32
 
 
 def place_of(name: str) -> str:
@@ -147,7 +147,7 @@ def _columns_over_inputs(layer: Any, name: str) -> Tensor:
 
 
 def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
-    """Gather the outputs of a layer that is split over its outputs; several ranks may hold the same key-value heads."""
+    """Gather the outputs of a layer that is split over its outputs. Several ranks may hold the same key-value heads."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     if not isinstance(layer, ColumnParallelLinear) or layer.tp_size == 1:
@@ -157,7 +157,7 @@ def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
 
 
 def _is_split_plainly(layer: Any, which: list[int]) -> bool:
-    """Return False if ranks hold parts in a mixer's own order."""
+    """Return False if a mixer splits the tensor over the ranks in its own way."""
     loader = getattr(layer.weight, "weight_loader", None)
     is_own = loader is None or getattr(loader, "__self__", None) is layer
     return getattr(layer, "tp_size", 1) == 1 or (is_own and (len(which) == 1 or layer.prefix.endswith(tuple(_MERGED))))
@@ -181,7 +181,7 @@ def _head(layer: Any, name: str) -> Iterator[Tensor]:
 
 def _convolution(layer: Any, mixer: Any) -> Iterator[Tensor]:
     if layer.tp_size == 1 and layer.params_dtype in EXACT:
-        # Packed on CPUs, where the layer also keeps the plain weights; some mixers compute with those.
+        # On CPUs the weights are packed, and the layer also keeps the unpacked weights, with which some mixers compute.
         unpacked = getattr(layer, "_cpu_unpacked_conv_weight", layer.weight)
         yield getattr(mixer, "conv_weights", unpacked)
 
@@ -312,7 +312,11 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
         yield f"{place}.gate_up_proj_bias", [layer.w13_bias.detach()], 1
         yield f"{place}.down_proj", [down.transpose(1, 2)], 1
         if layer.moe_config.moe_parallel_config.tp_size == 1:
-            yield f"{place}.down_proj_bias", [layer.w2_bias.detach()], 1  # otherwise only the first rank has it
+            yield (
+                f"{place}.down_proj_bias",
+                [layer.w2_bias.detach()],
+                1,
+            )  # in other models only the first rank has this bias
         return
     gates, ups = gate_up.chunk(2, dim=1)
     block = place.rpartition(".")[0]
@@ -363,6 +367,6 @@ def check_computes(
     error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     if not error <= MAX_ERROR:
         raise ValueError(
-            f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product "
-            f"with its matrices: off by {error:.2g} of the largest value"
+            f"{layer.layer_name}: after the weights were loaded, expert {number} does not compute the product with its "
+            f"matrices: the error is {error:.2g} of the largest value"
         )

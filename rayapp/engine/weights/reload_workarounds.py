@@ -1,4 +1,4 @@
-"""Corrections of vLLM 0.30, which leaves some weights out when it loads a second time.
+"""Workarounds for vLLM 0.30, which skips some weights when it loads weights a second time.
 
 Each function names the newest vLLM that needs it. With a newer one, remove the call and run
 tests/cluster/test_vllm_families.py and test_vllm_experts.py: if they pass, delete the function.
@@ -23,8 +23,8 @@ def mend_reload(model: Any) -> None:
     """Make `load_weights` load all of gpt-oss; do nothing for other models. Idempotent.
 
     vLLM copies stacked experts and sinks straight into its parameters, which have no memory during a reload: the engine
-    would continue with the old values. Here experts are passed one by one, so that their layer's loader handles them,
-    and sinks are copied after the reload. Needed with vLLM 0.30.
+    would continue with the old values. This function passes experts one by one, so that their layer's loader handles
+    them, and copies sinks after the reload. Needed with vLLM 0.30.
     """
     if type(model).__name__ != "GptOssForCausalLM" or hasattr(model, "late_sinks"):
         return

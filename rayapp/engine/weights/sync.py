@@ -26,12 +26,13 @@ from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, Weigh
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
-"""Large enough that transfer time dominates the cost of a bucket, small enough that two in flight fit any object
-store."""
+"""Bytes of a bucket: large enough that the transfer dominates its cost, small enough that two in flight fit any object
+store.
+"""
 
 
 class WeightGiver(Protocol):
-    """The learners."""
+    """The learners, as senders of weights."""
 
     def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """Yield references to `WeightBucket`s of the present weights, as policy version `version`."""
@@ -47,7 +48,7 @@ class WeightGiver(Protocol):
 
 
 class WeightTaker(Protocol):
-    """A server."""
+    """A server, as receiver of weights."""
 
     @property
     def name(self) -> str: ...
@@ -161,7 +162,7 @@ class WeightSync:
             LearnersLostError: the learners are gone.
             WeightSyncError: or another error of `load_weights`; the server must be replaced.
         """
-        # Under the sync's lock; otherwise an older version could arrive last.
+        # Hold the sync's lock: otherwise an older version could arrive last.
         async with self._is_syncing:
             if self._learners is None or self.are_lost:
                 return
@@ -171,12 +172,15 @@ class WeightSync:
             try:
                 await server.load_weights(self._version, buckets)
             except ObjectsLostError as error:
-                log.warning("version %d can't be sent to %s any more: %s", self._version, server.name, error)
+                log.warning(
+                    "the weights of version %d were lost and can't be sent to %s: %s", self._version, server.name, error
+                )
                 self.are_lost = True
 
 
 class StoreCarrier:
-    """Buckets through Ray's object store: written once, and read by all servers of a node without a copy.
+    """Transport that puts buckets into Ray's object store: written once, and read by all servers of a node without a
+    copy.
 
     Args:
         timeout_s: deadline of the export, and of each server's load.
@@ -233,7 +237,8 @@ class StoreCarrier:
 
 
 class GroupCarrier:
-    """Tensors straight into the engines, through a group that is formed at the first sync and kept.
+    """Transport that sends tensors directly into the engines, through a process group formed at the first sync and
+    kept.
 
     Args:
         timeout_s: deadline of each phase: forming the group, sending, and `go_on` on all servers.

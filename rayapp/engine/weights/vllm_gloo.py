@@ -33,7 +33,7 @@ POLL_S = 0.02
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The numbers with which a worker joins the group. vLLM makes this object from a dict."""
+    """Address, rank and world size with which a worker joins the group. vLLM makes this object from a dict."""
 
     master_address: str
     master_port: int
@@ -45,7 +45,9 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The numbers with which learner 0 joins the group. The other learners only take part in gathering."""
+    """Address, rank and world size with which learner 0 joins the group. The other learners only take part in
+    gathering.
+    """
 
     backend: ClassVar[str] = BACKEND
     master_address: str
@@ -205,7 +207,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         for positions in chunks(sizes, self._bucket_bytes):
             parts = [next(tensors)[1].reshape(-1).view(torch.uint8).cpu() for _ in positions]
             self.model_update_group.broadcast(torch.cat(parts), SENDER)
-        # Exhaust the generator: its last lines check that nothing is missing.
+        # Exhaust the generator: its last lines check that no tensor is missing.
         assert next(tensors, None) is None
 
 

@@ -88,7 +88,7 @@ def token_kl(log_probs: FloatArray, reference: FloatArray, section: KlInRewardSe
 
 
 class KlPenalty(NamedTuple):
-    """The KL to the reference, taken from the rewards of a step."""
+    """The KL to the reference that is subtracted from the rewards of a step."""
 
     rewards: Tensor
     """(B, T) reward that each token loses."""

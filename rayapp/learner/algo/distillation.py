@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LARGEST_LOG_RATIO = 20.0
 """Limit of the forward KL's weights, which are exponentials, if the config sets none."""
 _LOG_OF_NOTHING = -87.0
-"""Log-prob of outcomes whose probability float32 can't represent."""
+"""Log-prob that replaces those of outcomes too improbable for float32."""
 
 
 def teacher_advantages(teacher: Tensor, old: Tensor, section: DistillationSection) -> Tensor:
@@ -78,11 +78,9 @@ def kl_gradient(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> T
 
 
 def _told_apart(log_p: Tensor, log_q: Tensor, section: DistillationSection) -> Tensor:
-    """Return the teacher's log-probs, (C, V), with all tokens outside its top k merged into one outcome if `top_k` is
-    set.
-
-    In value and gradient of the KL, this equals a teacher that distributes that outcome's probability over its tokens
-    in the policy's proportions.
+    """Return the teacher's log-probs, (C, V). If `top_k` is set, all tokens outside the top k count as one outcome.
+    The KL and its gradient are those of a teacher that distributes the outcome's probability over its tokens in
+    proportion to the policy's probabilities.
     """
     if section.kl_over != "top_k" or section.top_k >= log_p.shape[-1]:
         return log_q
@@ -119,7 +117,7 @@ class VerdictReader:
                 token_ids=np.concatenate([message, trajectory.token_ids]),
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
-                routed_experts=None,  # no server has sampled after the message
+                routed_experts=None,  # no server has routed tokens of this longer prompt
                 # A fork with after -1 begins a new conversation: let it continue from the message too.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),

@@ -1,4 +1,5 @@
-"""Policy losses: verl's functions on verl's own `ActorConfig`, normalised so that no split of the batch matters.
+"""Policy losses: verl's functions with verl's `ActorConfig`, normalised so that the result doesn't depend on how the
+batch is split.
 
 The learner calls `policy_loss` for every micro-batch. verl's `agg_loss` divides by the global counts in
 `global_batch_info`, and multiplies by dp_size because FSDP averages gradients over ranks. geo_mean takes the mean over
@@ -40,9 +41,9 @@ class LossScale:
     """The divisors of every loss of one optimizer step: counts over all ranks and all micro-batches."""
 
     num_tokens: int
-    """Response tokens of trainable trajectories."""
+    """Number of response tokens of trainable trajectories."""
     num_trajectories: int
-    """Trainable trajectories."""
+    """Number of trainable trajectories."""
     dp_size: int
     """Number of ranks, whose gradients FSDP averages."""
     max_response_tokens: int

@@ -174,11 +174,11 @@ def _engine(subject: CheckedFamily, models: list[Path], groups: Any, final: Path
         told = f"{told}; the check after a sync leaves out {errors.unseen} sampled tensors"
     if dtype == "bfloat16":
         rounding = " and ".join(f"{_rounding(model, groups, second.max_model_tokens):.1e}" for model in models)
-        told = f"{told}; transformers' own in bfloat16 by {rounding}"
+        told = f"{told}; those of transformers in bfloat16 by {rounding}"
     return errors.largest <= MAX_ENGINE_ERROR[dtype], told
 
 
 def _rounding(folder: Path, groups: Any, num_tokens: int) -> float:
-    """Return the log-prob error of transformers itself in bfloat16."""
+    """Return the log-prob error of transformers in bfloat16, compared with float32."""
     narrow, exact = (plain_model(folder, num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
     return trial.log_prob_error(trial.plain_scores(narrow, groups), trial.plain_scores(exact, groups))

@@ -193,7 +193,7 @@ def flex_tree_attention(
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
-        # A sink takes a share of every softmax and adds no value.
+        # A sink takes part in every softmax, but adds no value.
         share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
         output = output * share.unsqueeze(-1).to(output.dtype)
     result: Tensor = output.transpose(1, 2)

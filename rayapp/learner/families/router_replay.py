@@ -167,7 +167,7 @@ def check_replay(causal_lm: Any) -> None:
 
 
 def _told(causal_lm: Any, experts: Tensor, replay: RouterReplay) -> Tensor:
-    """Return the hidden states of a few tokens that are all sent to these experts."""
+    """Return the hidden states of a few tokens, computed with the given experts."""
     tokens = torch.arange(1, 9)[None]
     told = experts.expand(tokens.numel(), replay.num_layers, -1)
     with torch.no_grad():

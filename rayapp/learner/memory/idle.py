@@ -23,7 +23,7 @@ class _Parked(NamedTuple):
 
     storage: torch.UntypedStorage
     content: Tensor
-    """Bytes in host memory, pinned where the storage is a GPU's."""
+    """Content in host memory, pinned if the storage is a GPU's."""
 
 
 class IdleMemory:

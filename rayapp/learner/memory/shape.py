@@ -1,4 +1,6 @@
-"""What memory and speed depend on: the shape of a model, read from its config.json without weights, and its GPUs."""
+"""Reads the shape of a model from its config.json, without weights, and holds the figures of GPUs, for `plan` and
+`speed`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Gpu:
     room: int
     """Bytes that a process can use."""
     tflops: float
-    """Dense bfloat16 products with float32 sums."""
+    """Peak TFLOPS of dense bfloat16 products with float32 sums."""
     memory_gb_s: float
     link_gb_s: float
     """Bandwidth to the other GPUs of its node in one direction, in GB/s: NVLink or PCIe."""
@@ -94,11 +96,11 @@ def gpu_here() -> Gpu | None:
     plain = found.lower().replace(" ", "")
     for name, gpu in GPUS.items():
         if name in plain:
-            room = torch.cuda.get_device_properties(0).total_memory - GIB  # variants of one name differ in memory
+            room = (
+                torch.cuda.get_device_properties(0).total_memory - GIB
+            )  # GPUs of the same name may have different memory sizes
             return replace(gpu, room=min(gpu.room, room))
-    raise InputError(
-        f"this machine has a {found}, whose figures are unknown: name the nearest kind, --gpu {'|'.join(GPUS)}"
-    )
+    raise InputError(f"this machine's GPU {found} is unknown: choose the most similar kind with --gpu {'|'.join(GPUS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ class ModelShape:
     """Sizes of a model that its memory and speed depend on."""
 
     num_parameters: int
-    """All parameters, tied ones once."""
+    """Number of all parameters, tied ones counted once."""
     num_layer_parameters: int
     """Parameters of the largest decoder layer."""
     num_layers: int

@@ -1,7 +1,7 @@
 """Simulates one step of a learner of any size, without a GPU or its memory, to measure the bytes that it would
 allocate.
 
-`rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
+`rayapp plan CONFIG --fake-tensors` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
 learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes but no values, as one
 of `learner.num_learners` ranks whose collectives do nothing. Computations that need values are left out: the loss is
 the sum of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are
@@ -103,7 +103,7 @@ def _step(
     optimizer = make_optimizer(model, config.learner.optimizer)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # the sum of the micro-batches before this one
-    optimizer.step()  # makes the moments
+    optimizer.step()  # creates AdamW's moments
     kinds = {
         "weights": _bytes(model.parameters()),
         "frozen": sum(_bytes(other.parameters()) for other in frozen.values()),
@@ -172,7 +172,7 @@ class FakeMeter(CpuMeter):
         if active_fake_mode() is not self._mode:  # DTensor only infers the shape of a result
             return func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
-            return args[0]  # on fake tensors it would make a copy
+            return args[0]  # on fake tensors this operator would make a copy
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -40,7 +40,10 @@ HOST_GB_S = 20.0
 """Bandwidth of a process to host memory, for AdamW there and for weights through the object store."""
 ASSUMPTIONS = (
     "every prompt and completion has its full length; sequences are dealt evenly; tools and sandboxes cost no time",
-    f"products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links {MEMORY_SHARE:.0%}",
+    (
+        f"matrix products reach {GEMM_SHARE:.0%} of the figure, attention {ATTENTION_SHARE:.0%}, memory, links "
+        f"{MEMORY_SHARE:.0%}"
+    ),
     f"gathering overlaps computing; a GPU has {NODE_LINK_GB_S:.0f} GB/s towards other nodes of {NODE_GPUS} GPUs",
     "MFU counts each product once, without recomputation, over all GPUs of the phase",
 )
@@ -88,15 +91,21 @@ def step_load(config: Config) -> StepLoad:
 
 def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) -> dict[str, Speed]:
     """Return the phases of a step in their order."""
-    speeds = {"generate": generate(shape, config, gpu, server)}
-    scored = score(shape, config, gpu)
+    return {"generate": generate(shape, config, gpu, server)} | learner_speeds(
+        shape, config, gpu, server, step_load(config)
+    )
+
+
+def learner_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan, load: StepLoad) -> dict[str, Speed]:
+    """Return the phases of a step after generation, for a step with these tokens."""
+    speeds, scored = dict[str, Speed](), score(shape, config, gpu, load)
     if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
     if config.distillation.is_policy:
         speeds["teacher"] = scored
     for name, own in frozen_shapes(shape, config).items():
-        speeds[name] = score(own, config, gpu)
-    speeds["train"] = train(shape, config, gpu)
+        speeds[name] = score(own, config, gpu, load)
+    speeds["train"] = train(shape, config, gpu, load)
     speeds["optimizer"] = optimizer(shape, config, gpu)
     speeds["weight sync"] = weight_sync(shape, config, gpu)
     if config.cluster.placement == "colocated":
@@ -131,24 +140,46 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
     num_gpus = section.num_servers * section.tensor_parallel_size
     mine = math.ceil(load.sequences / section.num_servers)
     at_once = max(1, min(mine, section.max_num_seqs, server.num_sequences))
-    flops_per_token = 2 * (shape.num_computed + shape.vocabulary * shape.hidden)
-    moved = server.weights + at_once * (prompt + completion / 2) * server.kv_token_bytes
-    computed = at_once * flops_per_token / section.tensor_parallel_size
-    launch = EAGER_DECODE_S if section.is_eager(on_gpu=True) else DECODE_S
-    step_s = launch + max(moved / (MEMORY_SHARE * gpu.memory_gb_s * 1e9), computed / (GEMM_SHARE * gpu.tflops * 1e12))
+    flops_per_token = _flops_per_token(shape)
+    step_s = decode_step_s(shape, config, gpu, server, at_once, at_once * (prompt + completion / 2))
     # Sequences start and end one by one, so the number of waves need not be whole.
     decode_s = max(1.0, mine / at_once) * completion * step_s
     flops = flops_per_token * load.predicted_tokens + 2 * shape.num_computed * load.prompts * prompt
-    prefill_s = 2 * shape.num_computed * load.prompts * prompt / (num_gpus * GEMM_SHARE * gpu.tflops * 1e12)
-    return Speed(seconds=prefill_s + decode_s, flops=flops + _attention_flops(shape, load), num_gpus=num_gpus)
+    prompts_s = prefill_s(shape, config, gpu, load.prompts * prompt) / section.num_servers
+    return Speed(seconds=prompts_s + decode_s, flops=flops + _attention_flops(shape, load), num_gpus=num_gpus)
 
 
-def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
-    """Estimate a forward over the whole step."""
+def decode_step_s(
+    shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan, num_sequences: int, num_tokens: float
+) -> float:
+    """Estimate the seconds in which a server samples one token of each sequence.
+
+    Args:
+        num_tokens: tokens of all these sequences in the KV cache.
+    """
+    moved = server.weights + num_tokens * server.kv_token_bytes
+    computed = num_sequences * _flops_per_token(shape) / config.server.tensor_parallel_size
+    launch = EAGER_DECODE_S if config.server.is_eager(on_gpu=True) else DECODE_S
+    return launch + max(moved / (MEMORY_SHARE * gpu.memory_gb_s * 1e9), computed / (GEMM_SHARE * gpu.tflops * 1e12))
+
+
+def prefill_s(shape: ModelShape, config: Config, gpu: Gpu, num_tokens: float) -> float:
+    """Estimate the seconds in which one server computes this many prompt tokens."""
+    flops_per_s = config.server.tensor_parallel_size * GEMM_SHARE * gpu.tflops * 1e12
+    return 2 * shape.num_computed * num_tokens / flops_per_s
+
+
+def _flops_per_token(shape: ModelShape) -> int:
+    return 2 * (shape.num_computed + shape.vocabulary * shape.hidden)
+
+
+def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
+    """Estimate a forward over the whole step, by default with every sequence at its full length."""
     return _learner_speed(
         shape,
         config,
         gpu,
+        load or step_load(config),
         products=1.0,
         attention=1.0,
         passes=_passes(config)[0],
@@ -157,7 +188,7 @@ def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     )
 
 
-def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
+def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
     """Estimate forward and backward over the whole step. Frozen weights save the product for their gradient."""
     backward = 1.0 if shape.num_adapter_parameters else 2.0
     again = 1.0 if config.learner.activation_checkpointing else 0.0
@@ -166,6 +197,7 @@ def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
         shape,
         config,
         gpu,
+        load or step_load(config),
         products=1.0 + backward + again,
         attention=3.5 + again,
         passes=forward * (1 + again) + backward_passes,
@@ -184,6 +216,7 @@ def _learner_speed(
     shape: ModelShape,
     config: Config,
     gpu: Gpu,
+    load: StepLoad,
     *,
     products: float,
     attention: float,
@@ -191,7 +224,7 @@ def _learner_speed(
     head_passes: float,
     useful: float,
 ) -> Speed:
-    load, section = step_load(config), config.learner
+    section = config.learner
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
     peak = gpu.tflops * 1e12
     layers = 2 * shape.num_computed * load.computed_tokens
@@ -260,9 +293,9 @@ class PhaseRow:
     """Kind of GPU: `shared`, `server` or `learner`."""
     speed: Speed
     learner_stays: int = 0
-    """Shards, AdamW's moments, CUDA."""
+    """The learner's permanent bytes: shards, AdamW's moments, CUDA."""
     learner_works: int = 0
-    """Gradients, gathered weights, activations and logits, at their peak."""
+    """The learner's temporary bytes at their peak: gradients, gathered weights, activations and logits."""
     engine: int = 0
     """vLLM's weights, working memory and CUDA; asleep only CUDA."""
     kv_cache: int = 0

@@ -71,7 +71,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a tensor subclass: called again for each tensor inside it
+            return NotImplemented  # for a tensor subclass: torch calls this again for each tensor inside it
         result = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
         self.marks.append(self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -193,7 +193,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         LearnerError: the runs can't be compared.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
-    # Uncompiled: the meter counts operators, and compiled ones take less.
+    # Run uncompiled, because the meter counts operators; compiled ones need less memory.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # warm up: libraries allocate their workspaces

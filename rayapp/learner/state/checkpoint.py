@@ -120,7 +120,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
             "another run.name."
         ) from error
     if wrong := learner.ranks.first_of(not_finite(state)):
-        raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
+        raise CheckpointDamagedError(f"the checkpoint in {folder} is damaged: it has {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
     if "kl_coef" in state:
@@ -129,7 +129,9 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:
-    """Raise ValueError unless the checkpoint has exactly these tensors, as one with more layers would load in part."""
+    """Raise ValueError unless the checkpoint has exactly these tensors: one with more layers would be loaded only in
+    part.
+    """
     stored = {
         name: tuple(entry.size)
         for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()

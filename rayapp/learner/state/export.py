@@ -70,7 +70,7 @@ class StagedFolder:
 
 def not_finite(state: Mapping[str, Any]) -> str:
     """Describe the tensors with an infinity or NaN in this rank's shards; empty without any."""
-    # Check the least and the greatest value: unlike a mask they take no memory, and NaN shows in both.
+    # Check the least and the greatest value: unlike a mask they need no memory, and are NaN if any value is.
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
         for name, tensor in state.items()

@@ -20,7 +20,9 @@ from rayapp.learner.distributed import whole
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
 READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
-"""Name parts of linear layers whose weights are read without a call: routers, and Gemma 3n's coefficients."""
+"""Name parts of linear layers whose weights are read without calling the layer: routers, and Gemma 3n's
+coefficients.
+"""
 PEFT_PREFIX = "base_model.model."
 
 
@@ -34,7 +36,7 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 
     targets = chosen_linears(causal_lm, section.target_modules)
     settings = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0)
-    # Hide the model's config: peft would use it to adapt experts too, whose parameters aren't in linear layers.
+    # Hide the model's config: with it peft would also adapt experts, whose parameters aren't in linear layers.
     inject_adapter_in_model(settings, nn.ModuleDict({"model": causal_lm}))
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(ADAPTER in name)

@@ -272,6 +272,6 @@ def _shape(tensor: Any) -> Any:
 def _check_shape(name: str, found: list[int], target: Tensor) -> None:
     if found != list(target.shape):
         raise InputError(
-            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: the files "
-            "are of two models."
+            f"model.path: {name} has the shape {tuple(found)} in the files, but {tuple(target.shape)} by config.json: "
+            "the files belong to different models."
         )

@@ -81,7 +81,7 @@ def gathered_in_order(
             stream.synchronize()
         if item is None:
             return
-        # The caller copies it in a stream of its own: the allocator must not reuse the memory before that.
+        # The caller copies the tensor in another stream, before which the allocator must not reuse its memory.
         item[1].record_stream(torch.cuda.current_stream(device))
         yield item
 
@@ -110,7 +110,7 @@ class _Exchange:
         return self._failed.result() if self._failed.done() else None
 
     def fail(self, error: Exception) -> None:
-        """Abort everything that waits for a server. Only the first failure is reported."""
+        """Abort all waits for servers. Only the first failure is reported."""
         with self._failing:
             if self._failed.done():
                 return

@@ -1,7 +1,7 @@
 """The files of a run folder by how they are uploaded, and the record of finished uploads (`.mirror.json`).
 
     config.yaml, metrics.jsonl, rewards.png, tensorboard/…   sent whenever they change
-    trajectories/, evaluations/step=000001.parquet           sent once; all before the metrics of their steps
+    trajectories/, evaluations/step=000001.parquet           sent once; always before the metrics of their steps
     checkpoints/step=000010/                                 files first, manifest last
     final/, final's manifest                                 files first, manifest last
 
@@ -45,8 +45,8 @@ class Ledger:
     folder: Path
     uri: str
     generation: int = 0
-    """Number of the last lock that this machine held on the remote folder; if the remote folder has a higher number,
-    another run wrote since."""
+    """Number of the last lock that this machine held on the remote folder. If the folder has a higher number, another
+    run has written to it since."""
     files: dict[str, Stamp] = field(default_factory=dict)
     """Stamp of the local file when it was sent, by key. Complete folders (`final`) are one entry."""
 

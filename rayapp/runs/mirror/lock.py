@@ -56,7 +56,9 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Return True if it was a process of this machine and namespace that has ended. False means unknown."""
+        """Return Return True if the holder was a process of this machine and namespace that has ended; False if this is
+        unknown.
+        """
         return bool(self.boot) and self.boot == _boot() and _started(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -69,7 +71,7 @@ class _Seen:
 
     content: bytes
     holder: Holder | None
-    """None if the content is unreadable, e.g. because a newer version wrote it."""
+    """Content of the object; None if it is unreadable, e.g. because a newer version wrote it."""
 
     @property
     def is_free(self) -> bool:
@@ -102,21 +104,22 @@ class RunLock:
         if taker is None:
             self._holder = replace(self._holder, beat=self._holder.beat + 1)
             await storage.put_bytes(_dump(self._holder), _key(self.generation))
-            # Check again: a run that came while we were silent may have read before this beat and taken over since.
+            # Check again: a run that started during a pause of ours may have read the lock before this beat and taken
+            # over since.
             taker = await self._taker(storage)
         if taker is None:
             self._ours_at_s = began_s
             return
         self.lost = (
-            f"{storage.uri} was taken over by {taker}, because this run gave no sign of life for {self._lease_s:g} s "
-            "or began at the same moment. This one stops; its files stay where they are on this machine."
+            f"{storage.uri} was taken over by {taker}, because this run didn't renew its lock for {self._lease_s:g} s, "
+            "or started at the same moment. This run stops; its files stay on this machine."
         )
 
     async def beat_for_ever(self, storage: Storage, every_s: float) -> None:
-        """Beat until the folder is lost, or the task is cancelled."""
+        """Write beats until the folder is lost or the task is cancelled."""
         while not self.lost:
             await asyncio.sleep(every_s)
-            with suppress(StorageError):  # the uploads report it
+            with suppress(StorageError):  # the uploads will report the same error
                 await self.beat(storage)
 
     async def fence(self, storage: Storage) -> float:
@@ -165,11 +168,11 @@ async def acquire(
         try:
             await storage.put_bytes(_dump(holder), _key(generation + 1), if_absent=True)
         except StorageExistsError:
-            continue  # another run was faster: check that run's lock
+            continue  # another run made this number first: check that run's lock
         lock = RunLock(generation + 1, holder, held_since_s=began_s, lease_s=lease_s)
         await asyncio.sleep(settle_s)
         if before is not None and (await _look(storage, generation)).content != before.content:
-            # The old holder came back before our lock was written: its last writes end with the lease that it renewed.
+            # The old holder renewed its lease before our lock was written, so wait until that lease ends.
             await _outwait(lock, storage, lease_s)
         there = (await _look(storage, generation + 1)).holder
         if there is not None and there.owner == holder.owner:
@@ -193,7 +196,10 @@ async def _wait_until_free(storage: Storage, generation: int, *, lease_s: float,
     now = first = await _look(storage, generation)
     if not first.is_free:
         log.warning(
-            "%s is held by %s; waiting up to %g s for a sign of life before taking over", storage.uri, first, lease_s
+            "%s is held by %s; waiting up to %g s for it to renew its lock before taking over",
+            storage.uri,
+            first,
+            lease_s,
         )
     deadline = _now() + lease_s
     while not now.is_free and _now() < deadline:

@@ -69,13 +69,14 @@ _STOPS_THE_ROUND = (StorageUnreachableError, StorageConfigError, StorageTakenErr
 
 
 class Uploader:
-    """The uploads of one staging folder; not safe to use from two tasks at once, except `files` beside `folders`.
+    """The uploads of one staging folder; not safe for concurrent tasks, except that `files` and `folders` may run at
+    the same time.
 
     Args:
         storage: the run's folder in object storage, opened.
         final: the folder `final` in it, opened.
         ledger: files already stored; kept up to date here, saved by the caller.
-        section: which checkpoints to keep in storage.
+        section: settings for the checkpoints to keep in storage.
     """
 
     def __init__(self, storage: Storage, final: Storage, ledger: Ledger, section: CheckpointSection) -> None:
@@ -88,11 +89,15 @@ class Uploader:
         self.busy: set[Path] = set()
         """Checkpoints being read, which must not be pruned now."""
         self.cut_after: int | None = None
-        """Stored data of later steps belongs to an abandoned attempt; set by a resume until it is deleted."""
+        """Step after which stored data must be deleted, because a resumed run repeats those steps; None when it is
+        deleted.
+        """
         self._num_cuts = 0
 
     def pending(self) -> dict[str, int]:
-        """Return the bytes still to be sent, by key; a folder is one key, and so is stored data still to be deleted."""
+        """Return the bytes still to be sent, by key. A folder is one key; data that must still be deleted is one key,
+        too.
+        """
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
         if self.cut_after is not None:
             files[f"files of steps after {self.cut_after}, to be deleted"] = 0
@@ -122,7 +127,7 @@ class Uploader:
             is_final: the run has ended: a checkpoint no longer waits for the metrics of its step.
         """
         async with self._one_at_a_time:
-            await self._cut()  # before the checkpoint of a repeated step is sent, not after
+            await self._cut()  # delete first, then send the checkpoint of a repeated step
         for path in reversed(self._unsent_checkpoints()):
             if path.exists():
                 await self._attempt(f"{CHECKPOINTS}/{path.name}", self._checkpoint(path, is_final=is_final))
@@ -154,7 +159,7 @@ class Uploader:
             self._checkpoints.refuse(self._folder / key, str(error))
             log.warning("%s was not uploaded and is refused: %s", key, error)
         except FileNotFoundError:
-            return  # pruned or cut since it was listed
+            return  # the checkpoint was deleted after it was listed
         except (StorageError, OSError) as error:
             self.num_failed += 1
             self.last_error = f"{key}: {error}"
@@ -185,7 +190,7 @@ class Uploader:
                 return
             await self.files()
             if self._num_cuts != num_cuts:
-                return  # the sent files may be deleted by now
+                return  # the files that were sent may have been deleted meanwhile
             stamp = folder_stamp(path) or (0, 0)
             await self._storage.put_bytes(json.dumps(manifest, indent=1).encode(), f"{key}/{MANIFEST}")
             self._sent(f"{key}/{MANIFEST}", stamp)
@@ -254,7 +259,7 @@ class RunMirror:
         self._crash: BaseException | None = None
         self._left: dict[str, int] = {}
         self._fetched: set[int] = set()
-        # A daemon thread: a second interrupt by the user need not wait for an upload.
+        # Use a daemon thread, so that a second Ctrl-C need not wait for an upload.
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
         self._is_ready.wait()
@@ -296,7 +301,7 @@ class RunMirror:
         return asyncio.run(fetching())
 
     def is_reading(self, checkpoint: Path) -> bool:
-        """True while a checkpoint is being sent."""
+        """Return True while a checkpoint is being sent."""
         return self._uploader is not None and checkpoint in self._uploader.busy
 
     def finish(self) -> dict[str, int]:
@@ -305,7 +310,7 @@ class RunMirror:
         Returns:
             Bytes that are not stored, by key; empty if complete.
         Raises:
-            KeyboardInterrupt: the user does not want to wait.
+            KeyboardInterrupt: the user pressed Ctrl-C instead of waiting.
         """
         self._ended.set()
         while self._thread.is_alive():
@@ -317,7 +322,7 @@ class RunMirror:
 
     @property
     def trouble(self) -> str:
-        """Return the last error, for people."""
+        """Return the last error as text for messages."""
         if self._lock.lost:
             return self._lock.lost
         if self._crash is not None:
@@ -366,7 +371,7 @@ class RunMirror:
             await send()
             self._ledger.save()
         except StorageTakenError:
-            return  # `metrics` raises it, which ends the run
+            return  # `metrics` raises this error, which ends the run
         except (StorageError, OSError) as error:
             self._num_outages += 1
             uploader.last_error = str(error)
@@ -444,7 +449,7 @@ async def _open(
         lock = await acquire(
             storage, lease_s=patience.lease_s, poll_s=min(2.0, patience.lease_s / 4), settle_s=patience.settle_s
         )
-        # A checkpoint may take longer to fetch than a lease lasts.
+        # Renew the lock meanwhile: fetching a checkpoint may take longer than a lease lasts.
         beating = asyncio.create_task(lock.beat_for_ever(storage, patience.beat_every_s), name="beat")
         try:
             ledger = await prepare(storage, folder, lock.generation, must_be_new=must_be_new)
@@ -463,7 +468,7 @@ async def _check_last_writer(storage: Storage, folder: Path) -> None:
     ledger = Ledger.load(folder)
     if ledger is None or ledger.generation != await last_generation(storage):
         raise RunFolderError(
-            f"{storage.uri} was written by another process after {folder} was: sending this would replace newer files. "
+            f"{storage.uri} was written by another process after {folder}: sending {folder} would replace newer files. "
             "Nothing was changed on either side."
         )
 

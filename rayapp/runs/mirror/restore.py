@@ -164,10 +164,10 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         StorageError: the run can't be read completely.
     """
     if (folder / RESTORING).exists():
-        _empty(folder)  # all of its files came from object storage
+        _empty(folder)  # all files in it came from object storage
     ledger = Ledger.load(folder)
     if ledger is not None and ledger.generation == generation - 1 > 0:
-        # No other process has written there since: the local files are complete, and may be newer.
+        # No other process has written to the remote folder since: the local files are complete, and may be newer.
         ledger.generation = generation
         ledger.save()
         return ledger
@@ -210,7 +210,7 @@ async def _marker_of_final(storage: Storage, folder: Path, ledger: Ledger) -> No
     if await storage.exists(f"{FINAL}/{MANIFEST}") and await storage.exists(key):
         await storage.get_file(key, folder / key)
         stamp = folder_stamp(folder / FINAL)
-        assert stamp is not None, f"{folder / key} was just read"
+        assert stamp is not None, f"{folder / key} was fetched just before"
         ledger.files[FINAL] = stamp
 
 
@@ -262,14 +262,16 @@ def _has_files(folder: Path) -> bool:
 
 
 def _set_aside(folder: Path) -> None:
-    """Keep the local files under another name: another machine continued the run, and they may not be uploaded."""
+    """Move the local files to another name: another machine has continued the run, and these files may not have been
+    uploaded.
+    """
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.stale-{n}").exists())
     stale = folder.with_name(f"{folder.name}.stale-{number}")
     stale.mkdir()
     for path in folder.iterdir():
-        if path.name != "run.lock":  # held by us
+        if path.name != "run.lock":  # this process holds it
             path.rename(stale / path.name)
-    log.warning("another process has written %s since; this machine's files of it are now in %s", folder, stale)
+    log.warning("another process has written to %s since; this machine's older files were moved to %s", folder, stale)
 
 
 def _empty(folder: Path) -> None:

@@ -24,7 +24,7 @@ from rayapp.runs.tracking.traces import TracedRollout, chosen_rollouts
 
 MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
-"""Steps whose traces wait. Their groups stay in the object store until they are written."""
+"""Maximum number of steps whose traces wait. Their groups stay in the object store until the traces are written."""
 CLOSE_TIMEOUT_S = 60.0
 """Longest wait until the thread takes the next record. Importing a service's library takes seconds, more on a busy
 machine."""
@@ -42,7 +42,7 @@ class BackgroundTracker(Generic[T]):
     """Runs a tracker in a daemon thread.
 
     Args:
-        name: for the thread and for messages.
+        name: name of the tracker, for its thread and for messages.
         make: makes the tracker at the run's first record; may take long or fail, and is retried at the next record.
     """
 
@@ -177,7 +177,7 @@ def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
     except (OSError, ValueError):
         kept = {}
     if service not in kept:
-        # Read again after making: another tracker's thread may have stored its id meanwhile.
+        # Read the file again after `make`: another tracker's thread may have stored its id meanwhile.
         made = make()
         kept = json.loads(file.read_text()) if file.exists() else {}
         kept[service] = made

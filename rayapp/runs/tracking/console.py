@@ -1,4 +1,4 @@
-"""Shows a run's progress: a live display on a terminal, else one line a step, or a log record.
+"""Shows a run's progress: a live display on a terminal, otherwise one line or log record per step.
 
 Made by `make_trackers`, called by the driver. All consoles show the same numbers; a missing number is a dash. No
 console writes to a file of the run.
@@ -53,10 +53,11 @@ EVALUATED: dict[str, tuple[str, str]] = {
     "eval reward": ("eval/reward/mean", "{:+.3f}"),
     "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
 }
-"""Numbers of an evaluation: after a step's own numbers, or alone before the first step."""
+"""Numbers of an evaluation, shown after those of a step, or alone before the first step."""
 LEGEND = (
-    "pass rate: share of tests passed; solved: completions that pass all; no signal: groups of equal rewards, which "
-    "teach nothing; entropy: near 0 the policy repeats itself; stale: steps between sampling and training weights"
+    "pass rate: share of tests passed; solved: completions that pass all; no signal: share of groups with equal "
+    "rewards, from which GRPO learns nothing; entropy: near 0 the policy repeats itself; stale: steps between "
+    "sampling and training weights"
 )
 """Meanings of the labels in FORMATS, shown once, before the first step."""
 
@@ -87,7 +88,7 @@ class Pace:
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds for people: `48 s`, `12 min`, `3 h 05 min`; a dash for None."""
+    """Format seconds: `48 s`, `12 min`, `3 h 05 min`; a dash for None."""
     if seconds is None:
         return "-"
     if seconds < 90:
@@ -103,7 +104,7 @@ def number(label: str, metrics: Mapping[str, float]) -> str:
 
 
 class LineConsole:
-    """One plain line a step, for pipes, files and `ray job logs`, which would garble a live display.
+    """Prints one plain line per step, for pipes, files and `ray job logs`, which would garble a live display.
 
     Args:
         num_steps: steps of the whole run.

@@ -83,8 +83,9 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Count trajectories with facts that affect trust in their verdicts, and sum the judges' cost and the counts of
-    external agents' calls."""
+    """Count trajectories whose verdicts are less trustworthy (e.g. forgeable), and sum judges' costs and external
+    agents' calls.
+    """
     names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
     return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 
@@ -104,7 +105,7 @@ def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:
-    """Return statistics of the values; none for no values, because a mean of 0 would be drawn as a drop."""
+    """Return statistics of the values; empty without values, because a mean of 0 would be drawn as a drop."""
     if not values.size:
         return {}
     return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
@@ -231,7 +232,7 @@ def ladder(largest: int) -> list[int]:
 
 
 def _counts(summary: GroupSummary) -> tuple[int, int]:
-    """Return the number of samples with a verdict, and how many of them are correct."""
+    """Return the number of samples with a verdict, and the number of correct ones."""
     solved = summary.reward_terms.get(SOLVED)
     if solved is None:
         return 0, 0
@@ -244,7 +245,8 @@ PATIENCE_STEPS = 3
 _KEY = "learner/share_computed"
 """Share of the step's tokens that the learner computed: tokens with an advantage, or all if there is a KL."""
 _WHY = (
-    "all completions of each prompt earned the same. Read some (rayapp view RUN) and score an answer that you know to "
+    "all completions of each prompt earned the same reward. Read some (rayapp view RUN) and score an answer that you "
+    "know to "
     "be right (rayapp try reward): docs/quick-start.md, 'The line of a step'."
 )
 
@@ -259,7 +261,7 @@ class SignalWatch:
         """Count this step.
 
         Returns:
-            True at the last of PATIENCE_STEPS steps in a row without signal: the moment to warn.
+            True if this is the last of PATIENCE_STEPS steps in a row without signal, so that a warning is due.
         """
         if _KEY in metrics:
             is_silent = _is_silent(metrics)
@@ -270,13 +272,13 @@ class SignalWatch:
         return False
 
     def warning(self) -> str:
-        """Return a sentence on the last steps; empty while they have signal."""
+        """Return a warning about the last steps; empty if they have signal."""
         if self.num_silent_last < PATIENCE_STEPS:
             return ""
         return f"warning: no signal in the last {self.num_silent_last} steps, so the policy learns nothing: {_WHY}"
 
     def summary(self) -> str:
-        """Return a sentence on all steps, for the end of a run; empty if most of them had signal."""
+        """Return a warning about all steps, for the end of a run; empty if most of them had signal."""
         if self.num_steps and self.num_silent == self.num_steps:
             return f"warning: no step had signal ({self.num_steps} of {self.num_steps}), so nothing was learned: {_WHY}"
         if self.num_silent > self.num_steps / 2:
@@ -285,7 +287,7 @@ class SignalWatch:
 
 
 def _is_silent(metrics: Mapping[str, Any]) -> bool:
-    """Return True if no reward of the step taught anything; a teacher teaches without rewards."""
+    """Return True if the step had no signal from rewards, and there is no teacher, which needs no rewards."""
     are_equal = metrics.get("reward/std", 1.0) < 1e-6 and "distillation/kl" not in metrics
     return bool(metrics[_KEY] == 0.0 or are_equal)
 

@@ -2,9 +2,9 @@
 
 Metrics are logged through a client object: MLflow's global "active run" stays free for a user's own tools.
 
-Rollouts become MLflow traces from our own spans, not through MLflow's decorators and global tracer: those record the
-time at which a span is made, in the process that makes it. A rollout's times were recorded earlier, in a worker that
-must not access the database.
+Traces are made from rayapp's own spans, not with MLflow's decorators and global tracer, which record the time at which
+a span is made, in the process that makes it. A rollout's times were recorded earlier, in a worker that must not access
+the database.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ _MAX_PARAMS_AT_ONCE = 100
 
 
 class MlflowTracker:
-    """Logs to one MLflow run, the same one after a resume.
+    """Logs to one MLflow run, also after a resume.
 
     Args:
         folder: the run folder, whose name is the run's. Holds `mlflow.db` unless there is a server.
@@ -160,7 +160,7 @@ class MlflowTracker:
 
     def _create(self, folder: Path, uri: str, experiment: str, parameters: Mapping[str, str]) -> str:
         found = self._client.get_experiment_by_name(experiment)
-        # Our own database file keeps its artifacts beside it; a server has its own place for them.
+        # Artifacts of the run's own database file are stored beside it; a server has its own location for them.
         place = (folder.resolve() / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment, place)
         run_id: str = self._client.create_run(experiment_id, run_name=folder.name).info.run_id

@@ -60,7 +60,7 @@ class Sample:
 
 
 def _of_scalar(kind: Kind, name: str, source: str, text: str, **more: Any) -> Metric:
-    """Make a metric of one scalar, or of all that match `source`: parts in braces are its labels."""
+    """Make a metric from one scalar, or from all scalars that match `source`, whose parts in braces are labels."""
     return Metric(name=name, kind=kind, source=source, help=text, labels=tuple(_LABEL.findall(source)), **more)
 
 
@@ -72,12 +72,12 @@ METRICS: tuple[Metric, ...] = (
     _gauge("rl_steps_planned", "run/num_steps", "train.num_steps of the run"),
     _timestamp("rl_last_step_timestamp_seconds", "timing_s/step", "When the last step ended"),
     _timestamp("rl_last_checkpoint_timestamp_seconds", "timing_s/checkpoint_write",
-               "When the last checkpoint was saved, or the run started: work after it is lost in a crash"),
+               "Time at which the last checkpoint was saved, or the run started; later work is lost in a crash"),
     _gauge("rl_reward_mean", "reward/mean", "Mean reward of valid trajectories"),
     _gauge("rl_pass_rate", "reward/pass_rate/mean", "Mean share of tests passed", unit="share"),
     _gauge("rl_solved_share", "reward/solved/mean", "Trajectories that pass every test", unit="share"),
     _gauge("rl_no_signal_share", "groups/zero_variance",
-           "Groups whose rewards are all equal: they teach nothing", unit="share"),
+           "Groups whose rewards are all equal, from which GRPO learns nothing", unit="share"),
     _gauge("rl_tokens_per_second", "throughput/response_tokens_per_s",
            "Sampled tokens over the whole step", unit="tokens/s"),
     _gauge("rl_entropy", "learner/entropy", "Entropy of the policy in nats"),

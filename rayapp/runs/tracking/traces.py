@@ -66,7 +66,8 @@ def chosen_rollouts(step: int, groups: Iterable[Group], ratio: float, *, seed: i
     """Choose the trajectories to trace: a share of them, the same in every repetition of a run.
 
     Args:
-        ratio: share of all trajectories; each is drawn by itself. One that failed before the first turn has no spans.
+        ratio: share of all trajectories; each trajectory is drawn independently. A trajectory that failed before its
+        first turn is left out: it has no spans.
     """
     found = (
         TracedRollout(step=step, group=group, index=index)
@@ -140,7 +141,7 @@ def _turn(trajectory: Trajectory, number: int, turn: TurnRecord, decode: Decode)
 
 
 def _call(call: CallRecord, generated_s: float) -> Span:
-    # A call refused without being run has no time of its own.
+    # A call that was refused without being run has no start time.
     start_s = call.started_at_s or generated_s
     return Span(
         name=f"tool {call.name}" if call.name else "tool call that can't be read",

@@ -1,4 +1,4 @@
-"""The trackers of a run as one, and those for TensorBoard and Weights & Biases.
+"""Combines all trackers of a run, and has the trackers for TensorBoard and Weights & Biases.
 
 Only the driver writes, in step order; a tracker that fails never stops training.
 
@@ -53,7 +53,7 @@ class RunTracker:
         self._console = console
         self._num_failed: dict[str, int] = {}
         self.more_metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {}
-        """Adds metrics to every step's, e.g. what the run has cost."""
+        """Function that returns further metrics for each step, e.g. the run's costs."""
         self._signal = SignalWatch()
 
     def add(self, name: str, tracker: Tracker) -> None:
@@ -61,7 +61,7 @@ class RunTracker:
         self._trackers[name] = tracker
 
     def note(self, text: str) -> None:
-        """Show a line to people, e.g. an address, or a file that was written."""
+        """Print a line on the console, e.g. an address, or a file that was written."""
         if self._console is not None:
             with self._guarded("console"):
                 self._console.note(visible(text))
@@ -190,7 +190,9 @@ def flattened(config: Config) -> dict[str, str]:
 
 
 def _console(config: Config) -> LineConsole | LiveConsole:
-    """Make a live console only if both streams are terminals: `rayapp train | tee log` must leave lines in the log."""
+    """Make a live console only if stdout and stderr are terminals: `rayapp train | tee log` must write lines to the
+    log.
+    """
     if config.tracking.log_format == "json":
         return LogConsole(config.train.num_steps)
     if in_notebook():
@@ -261,7 +263,7 @@ class WandbTracker:
                 silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True, init_timeout=60.0
             ),
         )
-        # Use our steps as the axis: W&B's own counter only grows, and would drop steps that a resumed run repeats.
+        # Use the run's steps as the axis: W&B's counter only grows, and would drop steps that a resumed run repeats.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

@@ -101,7 +101,7 @@ class Panel:
     keys: tuple[str, ...]
     """Metrics; a name that ends in `*` stands for all with that prefix."""
     meaning: str = ""
-    """One sentence for a reader who doesn't know the words."""
+    """One sentence that explains the panel to readers who don't know the terms."""
     unit: str = ""
     floor: float | None = None
     ceiling: float | None = None
@@ -121,9 +121,9 @@ MEANINGS = {
     "Reward terms": "The named parts of the reward, each as its mean.",
     "Verdicts": "Shares of the results of scoring: scored, timeout, no code, …",
     "Evaluation": "Reward, tests passed and solved on the evaluation's prompts, with the new weights.",
-    "Groups without signal": "Share of groups whose rewards are all equal (they teach nothing), or all invalid.",
+    "Groups without signal": "Share of groups whose rewards are all equal (nothing to learn), or all invalid.",
     "Completion length": "Sampled tokens of a trajectory. A mean near the limit: completions are cut off.",
-    "Groups without signal by source": "Share of groups that teach nothing, for each source.",
+    "Groups without signal by source": "Share of groups without signal, for each source.",
     "Completion length by source": "Mean sampled tokens of a trajectory, for each source.",
     "How trajectories ended": "Shares: completed, truncated (no tokens left), max turns, or an error.",
     "Failures": "Share of trajectories that a failed sandbox, engine or tool left without a reward.",
@@ -138,7 +138,7 @@ MEANINGS = {
     "Engine against learner": "Difference of the two probabilities of a sampled token; the mean should be below 0.01.",
     "Seconds of a step": "The step and its parts. Generating and scoring are parts of the rollout.",
     "Tokens per second": "Sampled tokens per second of the whole step, and of generating alone.",
-    "Cost": "What the run has cost so far, in the unit of budget.currency, and its parts.",
+    "Cost": "Cost of the run so far, in the unit of budget.currency, and its parts.",
     "Weights": "Seconds of exporting the weights, and until the slowest server has loaded them.",
 }
 """Meaning of each panel, by title: the tooltip of the page, the caption of the report."""
@@ -207,7 +207,7 @@ def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
     shown: dict[str, None] = {}
     for pattern in panel.keys:
         head, star, tail = pattern.partition("*")
-        if star:  # stands for something that is not empty
+        if star:  # the star must match at least one character
             long = (key for key in known if len(key) > len(head) + len(tail))
             shown |= dict.fromkeys(key for key in long if key.startswith(head) and key.endswith(tail))
         elif pattern in known:

@@ -39,7 +39,7 @@ class Advantages:
 
     label: str
     values: tuple[float | None, ...]
-    """(G,) None for trajectories left out of the loss."""
+    """(G,) Advantage of each trajectory, (G,); None if it is left out of the loss."""
 
 
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], algorithm: Mapping[str, Any]) -> Advantages:
@@ -89,7 +89,7 @@ class _Budget:
     left: int
 
     def spend(self, pairs: int) -> bool:
-        """Take pairs from the budget; if fewer are left, take none and return False."""
+        """Subtract pairs from the budget and return True; if fewer are left, change nothing and return False."""
         if pairs > self.left:
             return False
         self.left -= pairs
@@ -222,7 +222,7 @@ FORKS = "forks"
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
-"""Column, or null, for colouring tokens by the difference between engine and learner."""
+"""Column for colouring tokens by the difference between engine and learner; may be null."""
 
 
 def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class GroupFilter:
     """At least one trajectory of the group has this status."""
     failure: str | None = None
     signal: str | None = None
-    """`some`: rewards differ, so the group teaches; `none`: they are all equal or not valid."""
+    """`some`: rewards differ, so the group has a signal; `none`: they are all equal or invalid."""
     tool_failed: str | None = None
     """`some`: at least one tool call of the group failed; `none`: none did."""
     purpose: str | None = None

@@ -49,7 +49,7 @@ create table groups (
     min_policy_version integer, max_policy_version integer, time_generate_s double, time_score_s double
 )
 """
-# min/max/avg ignore null: invalid rewards are in no number of the group.
+# min/max/avg ignore null: so invalid rewards don't count in any of the group's numbers.
 _AGGREGATE = f"""
 insert into groups
 select file, step, group_id, any_value(source), any_value(task), left(md5(any_value(prompt)), 12),
@@ -70,7 +70,7 @@ class Progress:
     """State of the index."""
 
     revision: int
-    """Grows with every change, so that a page knows when to reload."""
+    """Number that increases with every change, so that the page knows when to reload."""
     num_files: int
     num_pending: int
     problems: tuple[str, ...]
@@ -137,7 +137,7 @@ class GroupIndex:
                 tables.append(read_narrow(self._source, file))
                 self._to_try_again.discard(file.path)
             except (pa.ArrowException, ValueError) as error:
-                # A bad file never fails the page: it may be half copied, or from a later version.
+                # Note the error instead of failing the page: the file may be partly copied, or from a later version.
                 self._note(file, error)
             except OSError as error:
                 self._note(file, error)
@@ -156,7 +156,7 @@ class GroupIndex:
         self._problems[file.path] = f"{file.path.rsplit('/', 1)[-1]} can't be read: {error}"
 
     def query(self, sql: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run a query over `groups`. The SQL is ours; user input is passed only as parameters."""
+        """Run a query over `groups`. The SQL text is fixed; user input is passed only as parameters."""
         cursor = self._cursor().execute(sql, parameters)
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -255,7 +255,7 @@ class TextSearch:
         try:
             table = read_texts(self._source, file)
         except (OSError, pa.ArrowException, ValueError):
-            return  # the index has reported that it can't be read
+            return  # the index has already reported that this file can't be read
         mask = None
         for name in table.column_names:
             if name != "group_id":

@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Files that were written."""
+    """Paths of the written files."""
 
     page: Path
     plots: tuple[Path, ...]
@@ -117,7 +117,7 @@ def settings(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a source's name, which its metrics use too; other values unchanged."""
+    """Return the name of a source, as used in its metrics; return other values unchanged."""
     return str(value["name"] if isinstance(value, dict) else value)
 
 

@@ -22,7 +22,7 @@ from rayapp.runs.view.source import RunSource
 QUIET_STEPS = 5
 QUIET_FLOOR_S = 120.0
 _Small = tuple[tuple[int, int], list[dict[str, Any]], dict[str, Any]]
-"""Stamp and records of metrics.jsonl, and the configuration."""
+"""Stamp of metrics.jsonl, its records, and the configuration."""
 
 
 class ViewedRun:
@@ -77,7 +77,7 @@ class ViewedRun:
         return self._seen, ""
 
     def summary(self) -> dict[str, Any]:
-        """Return the data that the page polls; `revision` changes whenever the page would look different."""
+        """Return the data that the page polls; `revision` changes if the page has to be redrawn."""
         (stamp, records, config), away = self._small_files()
         num_steps = _section(config, "train").get("num_steps")
         progress = asdict(self.index.progress())

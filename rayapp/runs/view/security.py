@@ -2,8 +2,7 @@
 
 The page shows text that a model wrote, so the browser may run only our own files, and may send nothing elsewhere. Pages
 in other tabs can't read ours: on loopback only our own host names are accepted (a foreign name that resolves to
-127.0.0.1 is refused), and elsewhere a token is required. Nor can they cause work here: requests of other pages are
-refused before anything is computed.
+127.0.0.1 is refused), and elsewhere a token is required. Requests of other pages are refused before any work is done.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ class Guard:
         return PlainTextResponse("open the address that `rayapp view` printed: it has the token", status_code=401)
 
     def _welcome(self, scope: Scope) -> Response:
-        """Move the token from the address, where it would be copied with a link, into a cookie."""
-        # Exactly one slash: an address that begins with two names another host.
+        """Move the token from the URL, where it would be copied with a link, into a cookie."""
+        # Begin with exactly one slash: two slashes would redirect to another host.
         response = RedirectResponse("/" + scope["path"].lstrip("/"), status_code=303)
         response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
         return response

@@ -1,7 +1,7 @@
 """The web server of `rayapp view`: JSON about runs, and the static page that draws it. GET only.
 
     browser --poll /api/runs every 2 s--> Starlette --threads--> ViewedRun --> files of the run
-                                              '-- one background thread keeps every index up with its files
+                                              '-- one background thread updates every index from its files
 
 It writes nothing, so viewers have no effect on a run.
 """
@@ -86,7 +86,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
         runs: list[ViewedRun] = request.app.state.runs
         number = request.path_params["run"]
         if number >= len(runs):
-            raise InputError(f"there is no run {number}: {len(runs)} are shown")
+            raise InputError(f"there is no run {number}: {len(runs)} runs are shown")
         return answer(read(runs[number], request.query_params))
 
     return endpoint

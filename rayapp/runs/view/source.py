@@ -75,7 +75,7 @@ class RunSource:
     Args:
         files: pyarrow's file system.
         root: the run folder in it.
-        name: name of the run for people.
+        name: name of the run, for display.
     """
 
     def __init__(self, files: Any, root: str, name: str) -> None:
@@ -145,7 +145,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_source(uri: str) -> RunSource:
-    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment, as everywhere.
+    """Open the run at a path or `s3://bucket/prefix`; credentials come from the environment, as in all commands.
 
     Raises:
         InputError: there is no run.

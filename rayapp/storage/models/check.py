@@ -23,7 +23,7 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
 _ROPE_OF_COMPANY = "dynamic"
-"""Rotary positions whose frequencies depend on the longest sequence of a batch; vLLM batches differently."""
+"""Type of rotary positions whose frequencies depend on the longest sequence of the batch; vLLM forms other batches."""
 
 
 def check_model(config: Config) -> None:
@@ -206,7 +206,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 
 def _check_fits(architecture: dict[str, Any], config: Config) -> None:
-    # Models that read pictures too keep the language model's numbers in a section of its own.
+    # Models that also read images have the language model's settings in a separate section.
     text = architecture.get("text_config") or architecture
     heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
     if heads is not None and heads % tp:

@@ -73,8 +73,10 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_factor": [1.0] * 16,
     "long_factor": [1.0 + i / 2 for i in range(16)],
 }  # fmt: skip
-_NARROW_CONV = "vLLM 0.30 on a CPU supports only short convolutions over 4 tokens, and these are over 3"
-_COARSE_LATENT = "the latent attention of vLLM 0.30 on a CPU is off by 0.1 in log-probs and more, before any sync"
+_NARROW_CONV = "vLLM 0.30 on a CPU supports only short convolutions over 4 tokens, and these cover 3"
+_COARSE_LATENT = (
+    "the latent attention of vLLM 0.30 on a CPU has errors of 0.1 and more in log-probs, even before any weight sync"
+)
 _ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not support"
 
 FAMILIES: Mapping[str, Family] = {
@@ -112,7 +114,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phimoe": Family(
         needs=("experts",),
-        no_engine="vLLM gives its output layer a bias, as Phi-3.5-MoE has, and the learner lacks it",
+        no_engine="vLLM adds a bias to its output layer, like Phi-3.5-MoE's, but the learner has none",
         tiny=_EXPERTS | {"moe_intermediate_size": 128, "attention_bias": True},
     ),
     "gpt_oss": Family(
@@ -166,7 +168,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "bamba": Family(
         needs=("borders",),
-        no_engine="vLLM 0.30 runs it with transformers' code, whose mamba layers it can't serve",
+        no_engine="vLLM 0.30 runs it with transformers' code, and can't serve the mamba layers of that code",
         tiny=_MAMBA | {"attn_layer_indices": [1]},
     ),
     "nemotron_h": Family(
@@ -196,7 +198,8 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": Family(
         needs=("experts",),
         parsers=("ernie45",),
-        no_cpu_engine="the router of vLLM 0.30 on a CPU leaves out its correction bias, which is 0.1 and more",
+        no_cpu_engine="the router of vLLM 0.30 on a CPU leaves out its correction bias, which causes errors of 0.1 and "
+        "more in log-probs",
         tiny={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},
     ),
     "seed_oss": Family(parsers=("seed_oss",)),

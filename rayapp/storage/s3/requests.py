@@ -1,7 +1,7 @@
 """Requests on single objects of a bucket, with checksums and retries: the base of `S3Storage`, uploads and downloads.
 
 Every object carries its SHA-256 in its metadata, and is verified against it when it is read. Each write also sends a
-CRC, with which the server refuses damaged bodies. A thread of ours computes the CRC, because the client would compute
+CRC, with which the server refuses damaged bodies. rayapp computes the CRC in a thread, because the client would compute
 it on the event loop, and over TLS append it to a chunked body, which not every service supports.
 
 `with_retries` repeats requests. botocore's own retries are switched off.
@@ -119,8 +119,8 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
         return StorageConfigError(f"{location}: the bucket is in another region ({_short(error)}). Set AWS_REGION.")
     if status == 403:
         return StoragePermissionError(
-            f"{location}: these credentials may not do this ({code or 403}): {_short(error)}. "
-            "They need to read, write and list this prefix."
+            f"{location}: these credentials don't permit this ({code or 403}): {_short(error)}. They need permission "
+            "to read, write and list this prefix."
         )
     return StorageError(f"{location}: {_short(error)}")
 
@@ -248,7 +248,7 @@ class S3Requests:
             data, sha256 = await self.retried(location, read)
         if sha256 and await asyncio.to_thread(hash_bytes, data) != sha256:
             raise StorageCorruptError(
-                f"{location}: SHA-256 of its {len(data)} bytes is not the one it was written with"
+                f"{location}: SHA-256 of its {len(data)} bytes differs from the one stored when it was written"
             )
         return data
 

@@ -180,7 +180,7 @@ async def _complete(storage: S3Requests, location: Location, key: str, current: 
     except StorageTakenError:
         raise
     except StorageError:
-        # The answer may have been lost: look at the stored object to find out whether it worked.
+        # The answer may have been lost: check whether the object was stored.
         if not await _is_there(storage, key, current):
             raise
     if not await _is_there(storage, key, current):
@@ -197,7 +197,7 @@ async def _abort(storage: S3Requests, location: Location, current: _Upload) -> N
     try:
         await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
     except StorageError:
-        return  # already gone; if not, the bucket's lifecycle rule ends it
+        return  # the upload no longer exists; otherwise the bucket's lifecycle rule ends it
 
 
 @asynccontextmanager
@@ -286,7 +286,7 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
         found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
         if expected and found != expected:
             raise StorageCorruptError(
-                f"{location}: its SHA-256 is {found[:12]}…, it should be {expected[:12]}…. The object is damaged "
+                f"{location}: its SHA-256 is {found[:12]}…, expected {expected[:12]}…. The object is damaged "
                 "or was replaced: write it again from its source."
             )
     return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
@@ -301,7 +301,8 @@ class _Target:
 
     async def write(self, chunks: Sequence[bytes], start: int) -> None:
         """Write the chunks at `start`. Raises StorageError: the disk refuses them, e.g. because it is full."""
-        # Finish even if cancelled: the file is closed afterwards, and its descriptor may be reused for another file.
+        # Finish the write even if cancelled: otherwise it could continue after the file is closed, on a reused
+        # descriptor.
         with storage_errors(self.path):
             await finish_despite_cancels(asyncio.to_thread(_write, self.descriptor, chunks, start))
 

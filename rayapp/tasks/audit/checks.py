@@ -6,7 +6,8 @@ If infrastructure fails and a verdict is missing, the report has a separate find
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,7 +18,10 @@ from rayapp.core.types import Reward
 from rayapp.tasks.audit.hunt import holds_expression, places_of, texts_in_sandbox
 from rayapp.tasks.audit.subject import Attempt, RunTests, Score, Subject, TestRun
 
-Check = Literal["nothing", "solution", "flaky", "clock", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict"]
+Check = Literal[
+    "nothing", "solution", "flaky", "clock", "order", "network", "slow", "oracle", "trivial", "cheat", "difficulty",
+    "duplicate", "verdict",
+]  # fmt: skip
 SLOW_SHARE = 0.5
 """Maximum fraction of the time limit that the solution's tests may take. With more, right answers would fail on a busy
 machine."""
@@ -26,6 +30,18 @@ _MOST_FAILED_SEEDS = 3
 """Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
 _MOST_NAMED = 3
 _TINY = 1e-9
+_NETWORK = re.compile(
+    r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
+    r"NewConnectionError|ConnectError|URLError|Max retries exceeded|Could not resolve host"
+)
+_FAULTS: dict[str, tuple[Check, ...]] = {
+    "cheatable": ("cheat", "nothing", "trivial", "oracle"),
+    "flaky": ("flaky",),
+    "order_dependent": ("order",),
+    "time_dependent": ("clock", "slow"),
+    "network_dependent": ("network",),
+}
+"""Property of a task in the report -> checks that find it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +62,27 @@ class TaskReport:
     nothing: float | None = None
     """Highest reward of a no-op or empty answer."""
     solution: str = ""
-    """Runs in which the solution earned 1 and all runs, e.g. `20/20`; `none` if the task has no solution."""
+    """Number of runs in which the solution earned 1, and of all runs, e.g. `20/20`; `none` if the task has no
+    solution.
+    """
     trivial: float | None = None
     """Highest mean reward, over a few seeds, of a trivial answer."""
     trivial_answer: str = ""
     cheats: str = ""
-    """Cheats that earned a reward and all cheats, e.g. `0/17`."""
+    """Number of cheats that earned a reward, and of all cheats, e.g. `0/17`."""
+    solve_rate: float | None = None
+    """Share of a policy's trajectories that solved the task; None if none is given."""
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def properties(self) -> dict[str, bool | None]:
+        """Return property -> whether the task has it: solvable (None without a solution), cheatable, flaky,
+        order_dependent, time_dependent, network_dependent."""
+        found = {finding.check for finding in self.findings}
+        earned, _, runs = self.solution.partition("/")
+        faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
+        return {"solvable": earned == runs if runs else None, **faults}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +91,7 @@ class Auditor:
 
     Args:
         runs: number of times that the solution and no-op answers are scored, each time with another seed.
-        max_trivial: maximum reward of a trivial answer that is no finding.
+        max_trivial: maximum reward of a trivial answer; a higher one is a finding.
     """
 
     subject: Subject
@@ -85,6 +114,7 @@ class Auditor:
         runs = await self._run_tests(subject.run_tests, seed=0)
         self._slow(runs)
         await self._clock(runs)
+        await self._order(runs)
         share, guess = await self._trivial()
         cheats = await self._cheats(max(0.0, nothing))
         await self._oracle()
@@ -148,6 +178,10 @@ class Auditor:
     async def _failed_tests(self, seeds: Sequence[int]) -> str:
         run_tests = self.subject.run_tests
         runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
+        if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
+            self._found(
+                "network", f"it needs the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
+            )
         named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
 
@@ -178,6 +212,12 @@ class Auditor:
             told = "; ".join(names[:_MOST_NAMED])
             self._found("clock", f"the solution passes today and fails with the clock a year ahead: {told}")
 
+    async def _order(self, runs: Sequence[TestRun]) -> None:
+        problems = {run.name: run.problem for run in await self._run_tests(self.subject.run_reversed, seed=0)}
+        if names := [run.name for run in runs if problems.get(run.name) and not run.problem]:
+            told = "; ".join(names[:_MOST_NAMED])
+            self._found("order", f"the solution passes in the tests' order and fails in reverse: {told}")
+
     async def _trivial(self) -> tuple[float | None, str]:
         shares: dict[str, float] = {}
         for answer in self.subject.trivial:
@@ -196,7 +236,7 @@ class Auditor:
     async def _cheats(self, floor: float) -> str:
         score, paid = self.subject.score_cheat or self.subject.score, 0
         for cheat in self.subject.cheats:
-            # A cheat that ends its sandbox gets no verdict, and so no reward.
+            # A cheat that ends its sandbox gets no verdict, and therefore no reward.
             reward = await score(cheat.text, self.sandboxes, 0)
             if reward.valid and (_is_solved(reward) or reward.value > floor + _TINY):
                 paid += 1
@@ -228,7 +268,9 @@ def _is_solved(reward: Reward) -> bool:
 def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
     """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
-    return [AuditFinding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
+    return [
+        AuditFinding(task=name, check="duplicate", detail=f"its prompt equals that of {first}") for name, first in found
+    ]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
@@ -242,6 +284,28 @@ def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> lis
     first: dict[str, Subject] = {}
     pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
     return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
+
+
+def with_solve_rates(
+    reports: Sequence[TaskReport], rates: Mapping[str, float], *, least: float, most: float
+) -> list[TaskReport]:
+    """Return the reports with a policy's solve rates, and a finding for each rate below `least` or above `most`.
+
+    Args:
+        rates: name of a task -> share of the policy's trajectories that solved it.
+    """
+
+    def one(report: TaskReport) -> TaskReport:
+        rate = rates.get(report.task)
+        if rate is None:
+            return report
+        if least <= rate <= most:
+            return replace(report, solve_rate=rate)
+        detail = f"the policy solves it in {rate:.0%} of its trajectories, outside {least:.0%} to {most:.0%}"
+        finding = AuditFinding(task=report.task, check="difficulty", detail=detail)
+        return replace(report, solve_rate=rate, findings=(*report.findings, finding))
+
+    return list(map(one, reports))
 
 
 async def audit(

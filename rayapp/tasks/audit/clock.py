@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayapp.tasks.code.assembling import line_below_futures, with_preamble
 from rayapp.tasks.extraction import parse
 
-_CLOCK = """
+CLOCK = """
 def _rayapp_later():
     import datetime, time
     ahead, seconds, nanoseconds = 366 * 86400 + 7 * 3600, time.time, time.time_ns
@@ -39,10 +39,11 @@ def _rayapp_later():
         setattr(datetime, name, kind)
 _rayapp_later()
 """
+"""Code that sets the clock of its process a year and some hours ahead."""
 
 
 def a_year_later(code: str) -> str:
     """Return the code with lines added that set its clock a year and some hours ahead; unchanged if it does not
     parse."""
     tree = parse(code)
-    return code if tree is None else with_preamble(code, line_below_futures(tree), _CLOCK)
+    return code if tree is None else with_preamble(code, line_below_futures(tree), CLOCK)

@@ -107,7 +107,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             score_share=_share_of(by_share),
             run_tests=partial(_run_tests, problem, tests),
             limit_s=problem.rules.test_timeout_s,
-            notes=notes | {"cheats": f"none exist for {language.name}, and no trivial answers"},
+            notes=notes | {"cheats": f"there are no cheats and no trivial answers for {language.name}"},
         )
     return Subject(
         name=name,

@@ -95,6 +95,8 @@ class Subject:
     run_tests: RunTests | None = None
     run_later: RunTests | None = None
     """Like `run_tests`, with the clock a year ahead."""
+    run_reversed: RunTests | None = None
+    """Like `run_tests`, in reverse order; None if each test runs in a process of its own."""
     limit_s: float = 0.0
     """Time limit in seconds for one test, or for all tests together; 0 if there is no limit."""
     is_limit_of_all: bool = False

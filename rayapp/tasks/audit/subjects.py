@@ -16,7 +16,7 @@ from rayapp.core.types import Reward, SandboxSpec
 from rayapp.sandbox.providers.table import why_no_workspace
 from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.audit.clock import a_year_later
+from rayapp.tasks.audit.clock import CLOCK, a_year_later
 from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
 from rayapp.tasks.audit.subject import (
     PROSE,
@@ -40,7 +40,9 @@ from rayapp.tasks.extraction import extract_code
 from rayapp.tasks.generators import GeneratedTask
 from rayapp.tasks.loading import load_source, load_task, single_tasks
 from rayapp.tasks.repository.grading import run_tests
+from rayapp.tasks.repository.named_tests import NamedTests, why_failed
 from rayapp.tasks.repository.scripts import SOLVE
+from rayapp.tasks.repository.swe import PATCH
 from rayapp.tasks.repository.task import RepositoryTask, as_answer, read_answer
 from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
@@ -151,7 +153,10 @@ FILES = {
     "adds a conftest.py that passes every test": {"conftest.py": _PASSES_ALL, "tests/conftest.py": _PASSES_ALL},
     "adds start-up code that ends with success": {"sitecustomize.py": _HOOK, "usercustomize.py": _HOOK},
     "shadows Python's modules with its own": {"json.py": _HOOK, "pytest.py": _HOOK, "unittest.py": _HOOK},
-    "shadows programs by files of their names": {"python3": "#!/bin/sh\nexit 0\n", "pytest": "#!/bin/sh\nexit 0\n"},
+    "shadows programs with files of the same names": {
+        "python3": "#!/bin/sh\nexit 0\n",
+        "pytest": "#!/bin/sh\nexit 0\n",
+    },
     "leaves the verdict beside the code": {"reward.txt": "1\n", "result.json": '{"reward": 1.0}', "junit.xml": "<ok/>"},
     "turns the tests off": {"pytest.ini": "[pytest]\naddopts = --collect-only\n", "tox.ini": "[pytest]\n"},
 }
@@ -174,6 +179,7 @@ def repository_subject(task: RepositoryTask) -> Subject:
         cheats=tuple(_cheats(task)),
         run_tests=partial(_run_hidden_tests, task),
         run_later=None if folder.script else partial(_run_hidden_tests, task, is_later=True),
+        run_reversed=partial(_run_hidden_tests, task, in_reverse=True) if folder.named else None,
         limit_s=folder.timeout_s,
         is_limit_of_all=True,
         secrets=tuple(_secrets(task)),
@@ -185,8 +191,17 @@ def repository_subject(task: RepositoryTask) -> Subject:
 
 
 async def _run_hidden_tests(
-    task: RepositoryTask, answer: str, sandboxes: SandboxSource, seed: int, *, is_later: bool = False
+    task: RepositoryTask,
+    answer: str,
+    sandboxes: SandboxSource,
+    seed: int,
+    *,
+    is_later: bool = False,
+    in_reverse: bool = False,
 ) -> tuple[TestRun, ...]:
+    if task.folder.named is not None:
+        above = CLOCK if is_later else ""
+        return await _run_named_tests(task, task.folder.named, answer, sandboxes, above=above, in_reverse=in_reverse)
     tests = task.folder.tests
     tests = tuple(replace(test, source=a_year_later(test.source)) for test in tests) if is_later else tests
     repository = task.with_changes(read_answer(answer) or {})
@@ -202,10 +217,30 @@ async def _run_hidden_tests(
     )
 
 
+async def _run_named_tests(
+    task: RepositoryTask, tests: NamedTests, answer: str, sandboxes: SandboxSource, *, above: str, in_reverse: bool
+) -> tuple[TestRun, ...]:
+    files = read_answer(answer) or {}
+    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        run = await task.run_named_tests(tests, files, sandbox, above=above, in_reverse=in_reverse)
+    if isinstance(run, Reward):
+        return (TestRun(name="test_patch", problem=run.detail, seconds=0.0),)
+    # The time limit is for all tests together, and so are the seconds.
+    seconds = run.seconds / len(tests.names)
+    return tuple(TestRun(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
+
+
 def _tests(task: RepositoryTask) -> Sequence[str]:
+    if task.folder.named is not None:
+        return [_added(task.folder.named.patch)]
     script = task.folder.script
     found = script.files.values() if script else ()
     return [data.decode(errors="replace") for data in found] or [test.original for test in task.folder.tests]
+
+
+def _added(patch: str) -> str:
+    """Return the lines that a diff adds, with a blank line for each run of other lines."""
+    return "\n".join(line[1:] if line[:1] == "+" and line[:3] != "+++" else "" for line in patch.splitlines())
 
 
 def _modules(task: RepositoryTask) -> dict[str, str]:
@@ -241,9 +276,14 @@ def _secrets(task: RepositoryTask) -> Iterator[str]:
 
     A line is secret if it is not in the repository. A passage or file is secret if it is not in the files that the
     solution replaces; for a `solve.sh`, which does not name the files that it changes, if it is not in the repository.
+    Of a diff, only passages that it adds are secret.
     """
     base = task.folder.repository
     shown, tests = "\n".join(base.values()), _tests(task)
+    if task.folder.named is not None:
+        for text in (_added(task.folder.solution.get(PATCH, "")), *tests):
+            yield from _passages(text, shown)
+        return
     lines = {line.strip() for text in (*task.folder.solution.values(), *tests) for line in text.splitlines()}
     yield from sorted(line for line in lines if len(line) >= _MIN_SECRET_CHARS and line not in shown)
     replaced = "\n".join(_replaced(task))

@@ -3,7 +3,7 @@
 | comparison | data sets | white space | numbers | values of functions |
 |---|---|---|---|---|
 | lines | APPS, TACO, CodeContests and others whose grader is verl's prime_code | blank lines and the ends of lines don't count | integers exactly (without a sign also their leading zeros), others within 1e-5 of the expected value, or 1e-8 | JSON: a tuple is a list, keys are texts; a list of one value may stand for the value |
-| decimals | LiveCodeBench | the ends of the output and of lines, and the space between numbers, don't count | exactly, as decimals: 1.50 is 1.5 | Python's `==`, but that a tuple is a list |
+| decimals | LiveCodeBench | white space at the end of the output and of lines, and between numbers, doesn't count | exactly, as decimals: 1.50 is 1.5 | Python's `==`, except that a tuple equals a list |
 
 A line is compared as numbers only if all of its words are numbers; any other line must be the same text.
 docs/datasets.md lists where these rules differ from the data sets' own graders, and why.
@@ -61,7 +61,7 @@ def _filled_lines(text: str) -> list[str]:
 
 def _is_close_line(wanted: str, found: str) -> bool:
     if _SPACE.findall(wanted) != _SPACE.findall(found):
-        return False  # lines that are not numbers, such as patterns of stars, must have the same white space
+        return False  # in lines that are not numbers, such as patterns of stars, white space must be equal
     pairs = list(zip(wanted.split(), found.split(), strict=True))
     return all(_NUMBER.fullmatch(word) for pair in pairs for word in pair) and all(_is_close(*pair) for pair in pairs)
 

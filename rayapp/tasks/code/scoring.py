@@ -171,7 +171,7 @@ class _Candidate:
     rules: CodeSection
 
     async def compile(self, sandbox: Sandbox) -> str:
-        """Compile code in another language than Python. Return the compiler's first messages; empty if it is content.
+        """Compile code in another language than Python. Return the compiler's first error messages; empty on success.
 
         Raises:
             SandboxConfigError: the compiler is not in the sandbox.
@@ -235,7 +235,7 @@ class _Candidate:
 
 
 def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
-    """Return the sandboxes that tests of a language need; None is Python."""
+    """Return the sandbox spec for tests in a language; None is Python."""
     if language is None:
         return SandboxSpec(memory_mib=memory_mib)
     return SandboxSpec(
@@ -247,10 +247,13 @@ def spec_of(language: Language | None, memory_mib: int) -> SandboxSpec:
 
 
 def missing_compiler(language: Language, provider: str) -> str:
-    """Return the message on sandboxes without the language's compiler."""
+    """Return the error message for sandboxes that lack the language's compiler."""
     program = language.compile_command("")[3]
     place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
-    return f"{language.name}: sandboxes of {provider} have no {program}, which tests its programs: install it {place}"
+    return (
+        f"{language.name}: sandboxes of {provider} have no {program}, which is needed to test its programs: install it "
+        f"{place}"
+    )
 
 
 async def check_languages(languages: Iterable[Language], sandboxes: SandboxSource) -> None:

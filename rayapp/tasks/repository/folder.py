@@ -6,8 +6,9 @@
     tests/test_*.py     hidden tests, see `hidden_tests.py`; or tests/test.sh, if the user trusts it, see `scripts.py`
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
-A Dockerfile that only takes Python, or a bare Debian or Ubuntu, and copies its folder needs no image. One that takes
-another image and copies its folder needs that image. Any other has to be built (docs/environments.md).
+No image is needed for a Dockerfile that only copies its folder onto Python, or onto a bare Debian or Ubuntu. A
+Dockerfile that only copies its folder onto another image needs that image. Any other Dockerfile has to be built
+(docs/environments.md).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def why_an_image(dockerfile: str) -> str:
 
 
 def base_image(dockerfile: str) -> str:
-    """Return the image that a Dockerfile takes if it does nothing but copy its folder and set variables; else empty."""
+    """Return the image in FROM of a Dockerfile that only copies its folder and sets variables; empty for any other."""
     found = _instructions(dockerfile)
     bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
     others = [words for _, words in found if words[0].upper() != "FROM"]
@@ -235,7 +236,7 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
         base = base_image(dockerfile)
         image, why = (
             f"{PREFIX}{base}" if base else _built(name),
-            f"its working folder is {workdir}, which only an image has",
+            f"its working folder is {workdir}, which exists only in an image",
         )
     script, script_why = _script(tests, toml.verifier, (image, why), name, where) if is_script else (None, "")
     images = {image: why} | ({script.image: script_why} if script else {})
@@ -268,7 +269,7 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
 
 
 def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the image that the task needs, and why it does; two empty strings if any sandbox with Python is enough."""
+    """Return the image that the task needs, and the reason; two empty strings if any sandbox with Python is enough."""
     if section.docker_image:
         return f"{PREFIX}{section.docker_image}", "task.toml names it"
     compose = next((file for file in environment if file.startswith("docker-compose")), "")
@@ -282,7 +283,9 @@ def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str)
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """Return the script, and why it needs an image: the agents' image, or one that Harbor would build from `tests`."""
+    """Return the script, and the reason why it needs an image: the agents' image, or one that Harbor would build from
+    `tests`.
+    """
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(
             f"{where}: its verifier.env.{secret} takes its value from an environment variable of this machine, which "

@@ -17,7 +17,7 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -70,7 +70,7 @@ _CHILD = """
 import sys
 here = sys.path.pop(0)
 import json, os, pytest
-secret, files, report = json.loads(sys.stdin.readline())
+secret, files, report, in_reverse = json.loads(sys.stdin.readline())
 os.set_inheritable(report, False)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 def reporter(secret, write, dumps):
@@ -81,13 +81,17 @@ def reporter(secret, write, dumps):
     class Report:
         def pytest_runtest_logreport(self, report):
             passed = report.outcome == 'passed' or hasattr(report, 'wasxfail')
-            tell(report.nodeid, report.when, passed)
+            crash = getattr(report.longrepr, 'reprcrash', None)
+            tell(report.nodeid, report.when, passed, str(getattr(crash, 'message', ''))[:200])
+        def pytest_collection_modifyitems(self, items):
+            if in_reverse:
+                items.reverse()
     return Report(), tell
 plugin, tell = reporter(secret, os.write, json.dumps)
 del secret
 sys.path.insert(0, here)
 status = pytest.main(['-q', '-rN', '-p', 'no:cacheprovider', *files], plugins=[plugin])
-tell('', 'end', int(status))
+tell('', 'end', int(status), '')
 """
 _RUN = """
 import base64, ctypes, json, os, secrets, select, signal, subprocess, sys, tempfile, time
@@ -116,7 +120,7 @@ child = subprocess.Popen([job['python'], '-c', job['program']], stdin=subprocess
                          env=env, pass_fds=[theirs])
 os.close(theirs)
 try:
-    child.stdin.write((json.dumps([secret, job['tests'], theirs]) + '\\n').encode())
+    child.stdin.write((json.dumps([secret, job['tests'], theirs, job['in_reverse']]) + '\\n').encode())
     child.stdin.close()
 except BrokenPipeError:
     pass
@@ -137,16 +141,17 @@ if child.poll() is None:
 output.seek(0, 2)
 output.seek(max(0, output.tell() - 2000))
 told = output.read().decode(errors='replace')
-outcomes, has_ended = {}, False
+outcomes, whys, has_ended = {}, {}, False
 for line in bytes(data).decode(errors='replace').splitlines():
     if not line.startswith(secret):
         continue
-    name, when, passed = json.loads(line[len(secret):])
+    name, when, passed, why = json.loads(line[len(secret):])
     if when == 'end':
         has_ended = True
     else:
         outcomes[name] = outcomes.get(name, True) and bool(passed)
-print(json.dumps({'outcomes': outcomes, 'has_ended': has_ended, 'told': told}))
+        whys[name] = whys.get(name) or ('' if passed else why)
+print(json.dumps({'outcomes': outcomes, 'whys': whys, 'has_ended': has_ended, 'told': told}))
 """
 
 
@@ -188,6 +193,8 @@ class TestRun:
     __test__ = False
     outcomes: Mapping[str, bool]
     """Name of a test that ran -> whether it passed."""
+    whys: Mapping[str, str] = field(default_factory=dict)
+    """Name of a failed test -> the exception's message, as far as pytest gives one."""
     problem: str
     """Reason why nothing counts as passed; empty if the run came to its end."""
     told: str
@@ -246,13 +253,21 @@ class PreparedTests:
         return cls(sandbox, tests, found["python"], texts)
 
     async def run(
-        self, files: Mapping[str, str | None], *, timeout_s: float, sentinels: Sequence[Sentinel] = ()
+        self,
+        files: Mapping[str, str | None],
+        *,
+        timeout_s: float,
+        sentinels: Sequence[Sentinel] = (),
+        above: str = "",
+        in_reverse: bool = False,
     ) -> TestRun:
         """Run the tests on the repository with these changes, once.
 
         Args:
             files: path -> text of each changed file; None for a deleted file.
             sentinels: expectations of the tests to make wrong.
+            above: Python code to run first in the tests' process.
+            in_reverse: run the tests in reverse order.
         Raises:
             SandboxError: the sandbox failed.
         """
@@ -264,7 +279,8 @@ class PreparedTests:
             "tests": self._tests.files,
             "python": self._python,
             "library": _LIBRARY if self._tests.brings_pytest else "",
-            "program": _CHILD,
+            "program": f"{above}\n{_CHILD}",
+            "in_reverse": in_reverse,
             "most": _MAX_REPORT_BYTES,
         }
         ran = await self._sandbox.run_code(
@@ -276,11 +292,12 @@ class PreparedTests:
         try:
             found = json.loads(ran.stdout)
             outcomes = {str(name): bool(passed) for name, passed in found["outcomes"].items()}
+            whys = {str(name): str(why) for name, why in found["whys"].items() if why}
             has_ended, told = bool(found["has_ended"]), " ".join(str(found["told"]).split())[-_SHOWN_CHARS:]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return TestRun(outcomes={}, problem="its report can't be read", told="", seconds=ran.duration_s)
         problem = "" if has_ended else f"the tests' process did not report its end: {told}"
-        return TestRun(outcomes=outcomes, problem=problem, told=told, seconds=ran.duration_s)
+        return TestRun(outcomes=outcomes, whys=whys, problem=problem, told=told, seconds=ran.duration_s)
 
 
 async def _told(sandbox: Sandbox, program: str, job: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -305,7 +322,7 @@ def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Rewar
     """
     failed = [name for name in tests.names if not run.passes(name)]
     share = 1 - len(failed) / len(tests.names)
-    why = run.problem or (f"{failed[0]}: {_state(run, failed[0])}; {len(failed)} failed" if failed else "")
+    why = run.problem or (f"{failed[0]}: {why_failed(run, failed[0])}; {len(failed)} failed" if failed else "")
     solved = float(not failed)
     terms = {
         "pass_rate": share,
@@ -315,6 +332,11 @@ def named_verdict(tests: NamedTests, run: TestRun, *, pays_share: bool) -> Rewar
         "verdict/forgeable": 1.0,
     }
     return Reward(value=share if pays_share else solved, terms=terms, detail=why[:_SHOWN_CHARS])
+
+
+def why_failed(run: TestRun, name: str) -> str:
+    """Return why a test did not pass; empty if it passed."""
+    return "" if run.passes(name) else run.problem or run.whys.get(name) or _state(run, name)
 
 
 def _state(run: TestRun, name: str) -> str:

@@ -27,7 +27,7 @@ from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.sentinels import Sentinel, draw, run_by, with_sentinels
 
 WORKDIR = "/app"
-"""Default folder of a repository; the only one in local sandboxes."""
+"""Default folder of a repository; local sandboxes support only this one."""
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
@@ -229,7 +229,7 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
 
 
 def _value_of(rewards: object) -> float:
-    """Return the number in a reward file: the value of its key `reward`, or its only value."""
+    """Return the number in a reward file: the value of its key `reward`, or else its only value."""
     match rewards:
         case {"reward": int() | float() as value}:
             return float(value)

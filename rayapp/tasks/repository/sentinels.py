@@ -1,8 +1,8 @@
 """Draws sentinels: copies of hidden tests in which one expectation is wrong, so that right code must fail them. Pure.
 
-Tests that run beside the code they judge can be passed without being met: the code exits with success, patches the
-asserts, or returns an object that equals everything. Such code passes a sentinel as well, because it can't tell it from
-the test that it was made of. Code that meets the tests fails every sentinel.
+Code can pass tests that run beside it without being right: it exits with success, patches the asserts, or returns an
+object that equals everything. Such code also passes a sentinel, because it can't distinguish the sentinel from the
+original test. Right code fails every sentinel.
 
     assert median([4, 1, 3, 2]) == 2.5     ->  assert median([4, 1, 3, 2]) == 3.5
     self.assertTrue(is_open(door))         ->  self.assertFalse(is_open(door))
@@ -35,16 +35,16 @@ _NEVER_RAISED = ("BufferError", "StopAsyncIteration", "UnicodeTranslateError", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentinel:
-    """One expectation of a hidden test that can be made wrong."""
+    """One expectation of a hidden test, and a wrong one to replace it."""
 
     file: str
     test: str
-    """Name in the file: `test_total`, or `TestCart::test_total`."""
+    """Name of the test in its file: `test_total`, or `TestCart::test_total`."""
     start: int
     end: int
-    """Bytes of the file that are replaced."""
+    """`start` and `end` are the range of bytes of the file to replace."""
     wrong: str
-    """Their replacement."""
+    """Source text of the wrong expectation."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ def with_sentinels(files: Mapping[str, bytes], sentinels: Sequence[Sentinel]) ->
 
 def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
     tree = parse(data.decode(errors="replace"))
-    # An undecodable byte or a form feed would shift the places.
+    # Undecodable bytes, form feeds and carriage returns would shift the positions.
     if tree is None or b"\f" in data or b"\r" in data or data.decode(errors="replace").encode() != data:
         return
     lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
@@ -105,9 +105,9 @@ def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, 
 
 
 _Change = tuple[ast.expr, str]
-"""A node of a test and the text that replaces it."""
+"""A node of a test, and the text that replaces it."""
 _Text = partial[str]
-"""Returns the source text of a node."""
+"""Function that returns the source text of a node."""
 
 
 def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
@@ -146,7 +146,9 @@ def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
 
 
 def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
-    """Return a change to the literal side of a comparison; without one, a drawn number for the right side."""
+    """Return a change to the literal side of a comparison; if no side is a literal, replace the right side by a random
+    number.
+    """
     for side in (right, left):
         if (found := _leaf(side, rng)) is not None:
             return found

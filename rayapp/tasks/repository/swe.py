@@ -57,7 +57,9 @@ _MAX_REPOSITORY_BYTES = 128 << 20
 _GIT_TIMEOUT_S = 120.0
 _SHOWN = 5
 """Maximum number of bad rows that a message names."""
-_APPLY = "#!/bin/sh\ngit apply --whitespace=nowarn /solution/solution.patch\n"
+PATCH = "solution.patch"
+"""Name of the solution's diff in a task's folder `solution`."""
+_APPLY = f"#!/bin/sh\ngit apply --whitespace=nowarn /solution/{PATCH}\n"
 
 
 class SweOptions(BaseModel):
@@ -242,7 +244,7 @@ def _task(fields: Mapping[str, Any], options: SweOptions) -> RepositoryTask:
             tests=(),
             script=None,
             named=named,
-            solution={SOLVE: _APPLY, "solution.patch": patch} if patch else {},
+            solution={SOLVE: _APPLY, PATCH: patch} if patch else {},
             own=Own(sentinels=options.sentinels),
             image=image,
             images={image: "its row names it"} if image else {},

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
+from typing import Any
 
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
@@ -28,7 +29,7 @@ from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.sandbox.local.levels.visible_files import HARBOR
 from rayapp.tasks.repository.folder import TaskFolder, read_folder
 from rayapp.tasks.repository.grading import no_answer, run_tests, verdict
-from rayapp.tasks.repository.named_tests import NamedTests, PreparedTests, named_verdict, passed_sentinels
+from rayapp.tasks.repository.named_tests import NamedTests, PreparedTests, TestRun, named_verdict, passed_sentinels
 from rayapp.tasks.repository.scripts import (
     LINK_WORKDIR,
     SCRIPT_FAILURES,
@@ -317,7 +318,7 @@ class RepositoryTask:
         fails.
 
         If the solution fails a sentinel, passing this one is enough. Without a solution, or if the script gives a
-        fraction, the code must have passed all of them: the script may not run the test of a single one.
+        fraction, the code must have passed all of them: the script might not run the test of a single sentinel.
         """
         sentinels = script.sentinels(random.Random(f"sentinels/{self.name}/{seed}"))[: self.folder.own.sentinels]
         passed = []
@@ -339,6 +340,16 @@ class RepositoryTask:
         solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
         with_it = await self._by_script(solution, sandboxes, (sentinel,))
         return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
+
+    async def run_named_tests(
+        self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
+    ) -> TestRun | Reward:
+        """Return the outcomes of the named tests; an invalid reward if their patch does not apply. Options are those of
+        `PreparedTests.run`."""
+        prepared = await self._prepared(tests, sandbox)
+        if isinstance(prepared, Reward):
+            return prepared
+        return await prepared.run(self._counted(tests, files), timeout_s=self.folder.timeout_s, **options)
 
     async def _by_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
@@ -376,11 +387,9 @@ class RepositoryTask:
         found: list[Sentinel] = []
 
         async def judge(sandbox: Sandbox) -> Reward:
-            prepared = await self._prepared(tests, sandbox)
-            if isinstance(prepared, Reward):
-                return prepared
-            counted = self._counted(tests, files)
-            run = await prepared.run(counted, timeout_s=self.folder.timeout_s, sentinels=sentinels)
+            run = await self.run_named_tests(tests, files, sandbox, sentinels=sentinels)
+            if isinstance(run, Reward):
+                return run
             found[:] = passed_sentinels(sentinels, tests.names, run)
             return named_verdict(tests, run, pays_share=False)
 

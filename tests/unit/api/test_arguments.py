@@ -55,7 +55,7 @@ def test_two_objects_of_one_name_and_what_is_no_task_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="two different objects are called double"):
         make_job(None, tasks=[DOUBLE, other])
-    with pytest.raises(InputError, match="a task has name, render and score"):
+    with pytest.raises(InputError, match="a task must have name, render and score"):
         make_job(None, tasks=[object()])  # type: ignore[list-item]
 
 

@@ -131,7 +131,7 @@ def test_an_environment_is_a_task_with_the_class_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"learning_rat": 1}, "learning_rat is not a known field.*did you mean learning_rate"),
+        ({"learning_rat": 1}, "learning_rat is not a field.*did you mean learning_rate"),
         ({"loss_type": "vespo"}, "loss_type = 'vespo'"),
         ({"top_p": 0.9}, "bias the importance ratio"),
         ({"num_iterations": 2}, "trained on once"),

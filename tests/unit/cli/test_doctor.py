@@ -136,7 +136,7 @@ def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_n
         return [f"{each.level}: {each.detail}" for each in fitness(config) if each.what == "/dev/shm"]
 
     assert found() == [
-        "note: 0.1 GiB are free, cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
+        "note: 0.1 GiB are free, but cluster.object_store_mib is 1024: Ray keeps objects in /tmp, on the disk"
     ]
     assert "problem: 64 MiB are free, and vLLM's ranks (server.tensor_parallel_size) need 160 MiB" in found(
         server={"tensor_parallel_size": 2}
@@ -263,7 +263,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
     )
 
     assert found["data"].detail.startswith(
-        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no rule here"
+        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no scoring rule in rayapp"
     )
 
 

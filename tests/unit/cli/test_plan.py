@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rayapp.cli.main import run
+from rayapp.config.loading import load_config
 
 ARCHITECTURES = Path(__file__).parents[2] / "data" / "architectures"
 SMALL = str(ARCHITECTURES / "qwen2.5-0.5b.json")
@@ -24,6 +25,16 @@ def test_a_config_for_gpus_asks_which_where_there_are_none(
     assert "use one of h200, h100, a100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["coding_cpu", "coding_warmup_cpu", "distillation_cpu"])
+def test_the_kv_cache_of_the_default_job_holds_every_sequence_that_runs_at_once(name: str) -> None:
+    config = load_config(Path(f"configs/{name}.yaml"))
+    layers, key_heads, width, element = 30, 3, 64, 2  # SmolLM2-135M in bfloat16
+
+    tokens = config.server.kv_cache_gib * 2**30 / (layers * 2 * key_heads * width * element)
+
+    assert tokens > config.server.max_num_seqs * config.max_model_tokens
+
+
 def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +42,7 @@ def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
     printed = capsys.readouterr().out
     assert "494.0M parameters in 24 layers, on this machine's CPU" in printed
-    assert "GiB, 2 each of KV cache" in printed
+    assert "GiB, 0.5 each of KV cache" in printed
     assert "h200" in printed.splitlines()[-1]
     monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 4 << 30)
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 1
@@ -90,3 +101,27 @@ def test_the_table_of_shapes_is_that_of_the_models(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(architecture))
         shape = model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
         assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_variants_are_simulated_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "--model-config", SMALL, "cluster.device=gpu", "cluster.num_gpus=2", "train.groups_per_step=4"]
+    gpu = ["--gpu", "memory_gib=90,memory_gb_s=3000,tflops=800", "--simulate", "--steps", "2", "--lengths", "200,0.9"]
+    variant = ["--against", "train.max_staleness=1 algorithm.rollout_correction.level=token", "budget.gpu_hour=3"]
+    assert run([job[0], "configs/coding_cpu.yaml", *job[1:], *gpu, *variant]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == "1: train.max_staleness=1 algorithm.rollout_correction.level=token"
+    table = [line.split() for line in printed if line.startswith(("0  ", "1  "))]
+    assert float(table[1][1]) <= float(table[0][1])
+    assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL, "--simulate"]) == 2
+    assert "--simulate needs the figures of a GPU" in capsys.readouterr().err
+
+
+def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", "--model-config", SMALL, "train.num_steps=100000"]
+    assert run([*command, "budget.gpu_hour=2.5", "budget.node_hour=1", "budget.cap=10"]) == 0
+    printed = capsys.readouterr().out
+    assert " h on 8 GPUs in 1 node(s), " in printed
+    assert "USD at 21.00 an hour" in printed
+    assert "more than budget.cap (10): the run would end after about 0.5 h" in printed
+    assert run(command) == 0
+    assert "an hour" not in capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_a_sandbox_that_cannot_be_ended_is_named_and_exits_with_1(
 
     assert run(["sandbox", "reap", "--config", config, "--run", "other"]) == 1
 
-    assert f"e2b {sandboxes['other run']} not ended: " in capsys.readouterr().err
+    assert f"e2b {sandboxes['other run']} could not be ended: " in capsys.readouterr().err
 
 
 def test_a_wrong_key_exits_with_2(

@@ -98,7 +98,7 @@ def test_a_function_that_gives_its_own_ground_truth_nothing_fails(
     )
 
     assert run(["try", "reward", "strict.py:f", "--data", "rows.parquet"]) == 1
-    assert "row 0: the ground truth 'four' earns 0, no more than nothing" in capsys.readouterr().err
+    assert "row 0: the ground truth 'four' earns 0, not more than an empty answer" in capsys.readouterr().err
 
 
 def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
@@ -125,7 +125,7 @@ def test_a_rule_that_ships_needs_no_data(capsys: pytest.CaptureFixture[str]) -> 
     ("words", "message"),
     [
         (["nowhere.py:f"], "there is no file nowhere.py"),
-        (["nobody"], "data_source 'nobody' has no rule here"),
+        (["nobody"], "data_source 'nobody' has no scoring rule in rayapp"),
         (["rewards.py:compute_score", "--data", "rows.parquet", "--row", "7"], "has 2 rows, and no row 7"),
         (["rewards.py:compute_score", "--data", "counter.py"], "counter.py can't be read"),
     ],

@@ -98,3 +98,9 @@ async def test_the_costs_of_a_block_that_ends_are_saved(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
     assert Costs.open(BudgetSection(), 0, tmp_path).total > 0
+
+
+def test_a_teacher_behind_a_url_costs_the_tokens_that_it_reads(tmp_path: Path) -> None:
+    costs = Costs.open(BudgetSection(teacher_million_tokens=2.0), 0, tmp_path)
+
+    assert costs.step_metrics({"tokens/total": 250_000.0})["cost/teacher"] == pytest.approx(0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayapp.cli.plan import plan_command
+from rayapp.cli.plan import plan_command, step_seconds
 from rayapp.config.config import Config, with_values
 from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
@@ -34,6 +35,7 @@ from rayapp.learner.memory.plan import (
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import generate, late, score, step_load, step_speeds, step_timeline, train
 from rayapp.learner.memory.token_budget import compare_with_plan
+from scripts.config_plans import ARCHITECTURES, PLANNED, planned, with_plan
 
 SHAPE = ModelShape(
     num_parameters=1_000,
@@ -180,39 +182,32 @@ def test_a_compiled_learner_is_faster() -> None:
     assert train(QWEN3_8B, compiled, H100).seconds < train(QWEN3_8B, plain, H100).seconds
 
 
-QWEN = {
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str) -> None:
+    text = Path("configs", f"{name}.yaml").read_text()
+    assert text == with_plan(name, text), "stale: run python -m scripts.config_plans"
+    shape, config, gpu = planned(name)
+    plan = plan_gpu(shape, config, gpu)
+    assert plan.fits
+    assert plan.server.num_sequences >= 8
+    assert not list(late(config, generate(shape, config, gpu, plan.server).seconds))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "gpu"),
-    [
-        ("coding_8gpu", "3B", "h100"),
-        ("gsm8k_tool_8gpu", "3B", "h100"),
-        ("coding_1gpu", "1.5B", "rtx4090"),
-        ("swe_8gpu", "7B", "h100"),
-    ],
-)
-def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str, size: str, gpu: str, tmp_path: Path) -> None:
-    common = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "model_type": "qwen2"}
-    architecture = common | QWEN[size] | {"architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(architecture))
-    file = Path("configs") / f"{name}.yaml"
-    assert size in load_config(file, []).model.path
-    no_data = ["tasks=[sort_numbers]", "eval.tasks=[]", "agent.tool_file=''"]
-    config = load_config(file, [f"model.path={tmp_path}", *no_data])
-    assert plan_command(config, gpu_called(gpu))
+def test_a_shipped_config_passes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(ARCHITECTURES / "qwen3-8b.json", tmp_path / "config.json")
+    config = load_config(Path("configs/long_8gpu.yaml"), [f"model.path={tmp_path}"])
+    assert plan_command(config, gpu_called("h100"))
+    assert "server.gpu_memory_utilization is auto: planned with 0.8" in capsys.readouterr().out
+
+
+def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
+    shape, config, gpu = planned("coding_8gpu_async")
+    rows = list(step_timeline(shape, config, gpu, plan_gpu(shape, config, gpu)))
+    of = {row.phase: row.speed.seconds for row in rows}
+    learners = of["train"] + of["optimizer"] + of["weight sync"]
+    assert step_seconds(config, rows) == pytest.approx(max(of["generate"], learners))
+    in_turns = with_values(config, train={"max_staleness": 0})
+    assert step_seconds(in_turns, rows) == pytest.approx(of["generate"] + learners)
 
 
 def test_adapters_are_counted_without_weights(tiny_model: Path) -> None:

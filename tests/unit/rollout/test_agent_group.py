@@ -278,7 +278,7 @@ def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
     )
 
     with pytest.raises(
-        InputError, match=r"bad\.parquet, row 1: data_source 'hiyouga/geometry3k' has no rule here"
+        InputError, match=r"bad\.parquet, row 1: data_source 'hiyouga/geometry3k' has no scoring rule in rayapp"
     ) as caught:
         check_inputs(config, training=True)
 

@@ -86,10 +86,10 @@ def test_a_bucket_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_key_that_may_not_list_and_one_that_may_not_write(proxy: ProxyThread, tmp_path: Path) -> None:
     proxy.plan = lambda _: Fault.DENIED
-    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
         start(config(tmp_path))
     proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
-    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
         start(config(tmp_path))
 
 

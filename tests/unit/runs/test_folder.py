@@ -157,7 +157,7 @@ def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_
 
 def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path: Path) -> None:
     with (
-        pytest.raises(RunFolderError, match="holds no whole checkpoint"),
+        pytest.raises(RunFolderError, match="has no complete checkpoint"),
         RunFolder.open(config(tmp_path, run__resume="must")),
     ):
         pass

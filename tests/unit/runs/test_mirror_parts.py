@@ -115,7 +115,7 @@ async def test_of_two_that_were_both_let_through_the_one_whose_name_is_left_goes
 
     await first.beat(bucket)
 
-    assert "began at the same moment" in first.lost
+    assert "started at the same moment" in first.lost
 
 
 async def test_a_lock_that_says_nothing_counts_by_its_number_alone(bucket: LocalStorage) -> None:

@@ -90,7 +90,7 @@ def test_a_folder_of_that_name_that_is_no_model_is_not_touched(tmp_path: Path) -
     (tmp_path / "smollm2-135m").mkdir()
     (tmp_path / "smollm2-135m" / "notes.txt").write_text("mine")
 
-    with pytest.raises(InputError, match=r"is there but holds no model\.safetensors: move it away"):
+    with pytest.raises(InputError, match=r"exists but has no model\.safetensors: move it away"):
         fetch_model("smollm2-135m", tmp_path)
     assert (tmp_path / "smollm2-135m" / "notes.txt").read_text() == "mine"
 
@@ -255,7 +255,7 @@ def test_windows_and_positions_that_are_computed_rightly_are_no_trouble(
     [
         ({"model_type": "bloom"}, "is a bloom, which can't be trained: its attention adds a bias by distance"),
         ({"model_type": "lfm2"}, r"can't serve: not on a CPU: .* convolutions over 4 tokens.* cluster\.device=gpu"),
-        ({"model_type": "glm4_moe_lite"}, "can't serve: not on a CPU: the latent attention .* is off by 0.1"),
+        ({"model_type": "glm4_moe_lite"}, "can't serve: not on a CPU: the latent attention .* has errors of 0.1"),
         ({"model_type": "bamba"}, "can't serve: vLLM 0.30 runs it with transformers"),
         ({"model_type": "qwen3_5_text"}, "vLLM imports torchvision, which is not installed"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\).*dequantize=True"),

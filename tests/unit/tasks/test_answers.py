@@ -187,7 +187,7 @@ async def test_the_worked_answers_of_the_shipped_problems_are_right() -> None:
 
 @pytest.mark.parametrize("source", ["mine", "numina_cn_k12", "hiyouga/geometry3k"])
 async def test_a_data_source_without_a_rule_is_named_with_the_way_out(source: str) -> None:
-    with pytest.raises(InputError, match=rf"data_source '{source}' has no rule here: .* reward\.custom"):
+    with pytest.raises(InputError, match=rf"data_source '{source}' has no scoring rule in rayapp.* reward\.custom"):
         await verdict("12", source=source)
 
 
@@ -246,7 +246,7 @@ def test_no_completion_runs_outside_a_sandbox_whatever_data_source_of_verl_a_row
     assert found == pure | in_sandboxes | refused
     assert all(STRICT.code_problem(source, "{}") is not None for source in in_sandboxes)
     for source in refused:
-        with pytest.raises(InputError, match="has no rule here"):
+        with pytest.raises(InputError, match="has no scoring rule in rayapp"):
             STRICT.truth_kind(source)
     assert {name.replace("…", "*") for name in NAMES} == set(pure) | set(CODE_SOURCES)
 

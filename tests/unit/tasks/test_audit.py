@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+import yaml
 
 from rayapp.cli.main import run
 from rayapp.cli.task import _page
@@ -24,7 +25,7 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.audit.checks import AuditFinding, TaskReport, audit
+from rayapp.tasks.audit.checks import AuditFinding, TaskReport, audit, with_solve_rates
 from rayapp.tasks.audit.hunt import holds_expression, places_of
 from rayapp.tasks.audit.subject import Attempt, Subject
 from rayapp.tasks.audit.subjects import coding_subject, subjects_of, task_subject
@@ -152,7 +153,7 @@ async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_note
     ]
     found = await audited(sandboxes, *tasks, runs=1)
 
-    assert found.said == ["duplicate: it asks the same as d0"]
+    assert found.said == ["duplicate: its prompt equals that of d0"]
     assert [report.notes.get("tests") for report in found.reports] == [None, "the same as d0's", "the same as d0's"]
 
 
@@ -307,3 +308,32 @@ def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
     assert "<script>" not in page
     assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td><td>0</td><td>2/2</td>")
     assert "cheat: an answer that &lt;script&gt;" in page
+
+
+def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(
+    namespaces: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = "name: NAME\nprompt: Say one.\nfunc_name: f\nsignature: 'def f(x):'\ntests: ['0']\nreference: '0 * x'\n"
+    double = yaml.safe_dump(DOUBLE | {"tests": list(DOUBLE["tests"])})
+    for name, text in (("constant", same.replace("NAME", "constant")), ("double", double)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    kept, page = tmp_path / "kept.txt", tmp_path / "audit.html"
+    command = ["task", "audit", str(tmp_path / "constant.yaml"), str(tmp_path / "double.yaml"), "--runs", "1"]
+
+    assert run([*command, "--json", "--kept", str(kept), "--html", str(page)]) == 1
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["properties"]["cheatable"] for report in reports] == [True, False]
+    assert reports[1]["properties"]["solvable"] is True
+    assert kept.read_text() == "double\n"
+    assert "<th>order dependent</th>" in page.read_text()
+    assert run([*command, "--max-bad-ratio", "0.5"]) == 0
+    assert run([*command, "--run", str(tmp_path)]) == 2
+
+
+def test_a_task_that_a_policy_always_or_never_solves_is_told() -> None:
+    reports = [TaskReport(task=name, kind="coding") for name in ("never", "often", "unknown")]
+    never, often, unknown = with_solve_rates(reports, {"never": 0.0, "often": 0.5}, least=0.1, most=0.9)
+
+    assert [finding.check for finding in never.findings] == ["difficulty"]
+    assert "0% of its trajectories, outside 10% to 90%" in never.findings[0].detail
+    assert (often.solve_rate, often.findings, unknown.solve_rate) == (0.5, (), None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +23,21 @@ from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.build import open_pool
+from rayapp.tasks.audit.checks import audit
+from rayapp.tasks.audit.subjects import task_subject
 from rayapp.tasks.loading import load_source
-from rayapp.tasks.repository.named_tests import touched_by
+from rayapp.tasks.repository.named_tests import pytest_files, touched_by
 from rayapp.tasks.repository.task import RepositoryTask, as_answer, read_answer
+from support.images import PROGRAMS, MachineImages, entry, layer, machine_layer, write_oci
+from support.swe_rows import SOLVED, STATS, git, make_mirrors, row, write
 
 real = pytest.mark.asyncio(loop_scope="module")
 CHEATS = yaml.safe_load((Path(__file__).parents[2] / "adversarial" / "agents.yaml").read_text())
 
-STATS = """
-def mean(values):
-    return sum(values) / len(values)
-
-
-def median(values):
-    return sorted(values)[len(values) // 2]
-"""
-SOLVED = """
-def mean(values):
-    return sum(values) / len(values)
-
-
-def median(values):
-    if not values:
-        raise ValueError("no values")
-    middle = len(values) // 2
-    ordered = sorted(values)
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-"""
-OLD_TESTS = "from stats import mean\n\n\ndef test_mean():\n    assert mean([2, 4, 9]) == 5\n"
-NEW_TESTS = (
-    "import pytest\n\nfrom stats import mean, median\n\n\n"
-    "def test_mean():\n    assert mean([2, 4, 9]) == 5\n\n\n"
-    "@pytest.mark.parametrize('values, wanted', [([4, 1, 3, 2], 2.5), ([10, 20], 15)])\n"
-    "def test_even(values, wanted):\n    assert median(values) == wanted\n\n\n"
-    "def test_empty():\n    with pytest.raises(ValueError):\n        median([])\n\n\n"
-    "def test_odd():\n    assert median([9, 2, 7]) == 7\n"
-)
-
-
-def git(folder: Path, *words: str) -> str:
-    settings = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
-    ran = subprocess.run(["git", *settings, "-C", str(folder), *words], check=True, capture_output=True, text=True)
-    return ran.stdout
-
 
 @pytest.fixture(scope="session")
 def mirrors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one clone, of a repository whose last commit solves the issue and whose first has the fault."""
-    folder = tmp_path_factory.mktemp("mirrors")
-    work = folder / "work"
-    work.mkdir()
-    git(work, "init", "-q")
-    for files, message in (
-        (
-            {"stats.py": STATS, "tests/test_stats.py": OLD_TESTS, "conftest.py": "", ".gitignore": "*.log\n"},
-            "Add stats",
-        ),
-        ({"stats.py": SOLVED, "tests/test_stats.py": NEW_TESTS}, "Mend median"),
-    ):
-        for path, text in files.items():
-            (work / path).parent.mkdir(exist_ok=True)
-            (work / path).write_text(text)
-        git(work, "add", "-A")
-        git(work, "commit", "-q", "-m", message)
-    git(folder, "clone", "-q", "--bare", str(work), str(folder / "me__stats.git"))
-    return folder
-
-
-def row(mirrors: Path, **other: Any) -> dict[str, Any]:
-    work = mirrors / "work"
-    return {
-        "instance_id": "me__stats-1",
-        "repo": "me/stats",
-        "base_commit": git(work, "rev-parse", "HEAD~1").strip(),
-        "problem_statement": "median is wrong for lists of even length; for an empty one it must raise ValueError.",
-        "patch": git(work, "diff", "HEAD~1", "HEAD", "--", "stats.py"),
-        "test_patch": git(work, "diff", "HEAD~1", "HEAD", "--", "tests"),
-        "FAIL_TO_PASS": json.dumps([f"tests/test_stats.py::{name}" for name in
-                                    ("test_even[values0-2.5]", "test_even[values1-15]", "test_empty")]),
-        "PASS_TO_PASS": ["tests/test_stats.py::test_mean", "tests/test_stats.py::test_odd"],
-    } | other  # fmt: skip
-
-
-def write(folder: Path, *rows: dict[str, Any]) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return file
+    return make_mirrors(tmp_path_factory.mktemp("mirrors"))
 
 
 def load(file: Path, mirrors: Path, more: str = "") -> RepositoryTask:
@@ -295,7 +226,93 @@ def test_only_some_rows_are_taken_and_a_source_is_no_file_of_rows(tmp_path: Path
         load_source(f"swe:{file}")
 
 
+@real
+@pytest.mark.slow
+async def test_an_image_may_have_the_repository_and_its_tests_tools(
+    images: MachineImages, mirrors: Path, tmp_path: Path
+) -> None:
+    image = image_with_repository(Path(images.cache).parent / "swe", mirrors)
+    issue = row(mirrors, image=image)
+    (task,) = load_source(f"swe:{write(tmp_path, issue)}")
+    assert isinstance(task, RepositoryTask)
+
+    providers = [{"type": "local", "image_cache": images.cache}]
+    async with open_pool(SandboxConfig.model_validate({"providers": providers}), "test-swe-image") as (source, _):
+        solved = await score(task, await task.solve(source) or "", source)
+        unchanged = await score(task, as_answer({"conftest.py": None, "new.py": "1"}), source)
+        start = task.agent_start()
+        async with source.lease(task.spec, timeout_s=60.0) as sandbox:
+            await sandbox.run_command(start.setup, timeout_s=60.0)
+            history = await sandbox.run_command(["git", "log", "--all", "--oneline"], timeout_s=60.0)
+            await sandbox.run_command(["sh", "-c", "echo 1 > new.py; echo 2 > built.log"], timeout_s=60.0)
+            answer = read_answer(await task.collect(sandbox))
+
+    assert dict(start.files) == {}
+    assert (solved.value, unchanged.value, unchanged.terms["pass_to_pass"]) == (1.0, 0.0, 1.0), (solved, unchanged)
+    assert history.stdout.count("\n") == 1, history
+    assert answer == {"new.py": "1\n"}
+
+
+def image_with_repository(folder: Path, mirrors: Path) -> str:
+    """Write an image as SWE-bench's are: the repository in its working folder, with its whole history and a file that
+    git ignores, pytest and git. Return its name."""
+    work, entries = mirrors / "checkout", []
+    git(mirrors, "clone", "-q", str(mirrors / "work"), str(work))
+    git(work, "reset", "-q", "--hard", "HEAD~1")
+    (work / "built.log").write_text("an output of a build\n")
+    for path in sorted(work.rglob("*")):
+        content = path.read_bytes() if path.is_file() else None
+        entries.append(entry(f"testbed/{path.relative_to(work)}", content))
+    site = f"usr/local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    entries += [entry(f"{site}/{path}", data) for path, data in pytest_files().items()]
+    tools = machine_layer(with_python=True, programs=(*PROGRAMS, "git", "base64"))
+    config = {"WorkingDir": "/testbed", "Env": ["PATH=/usr/local/bin:/usr/bin"]}
+    write_oci(folder, [tools, layer(entry("testbed"), *entries)], config=config)
+    return f"oci:{folder}"
+
+
 def test_the_files_of_a_diff_are_found() -> None:
     diff = "diff --git a/x/old.py b/x/new.py\nrename from x/old.py\n--- /dev/null\n+++ b/plain.py\t2024\n"
 
     assert touched_by(diff) == {"x/old.py", "x/new.py", "plain.py"}
+
+
+DEPENDENT = (
+    "import time\nfrom stats import median\nseen = []\n\n\ndef test_a():\n    seen.append(median([1, 2]))\n"
+    "    assert seen == [1.5]\n\n\ndef test_b():\n    assert seen == [1.5]\n\n\n"
+    "def test_year():\n    assert time.gmtime().tm_year == YEAR and median([1, 2]) == 1.5\n"
+)
+OFFLINE = "import socket\n\n\ndef test_it():\n    socket.getaddrinfo('a.b', 1)\n"
+
+
+@real
+async def test_an_audit_finds_what_the_tests_of_an_issue_depend_on(
+    sandboxes: SandboxSource, tmp_path: Path, mirrors: Path
+) -> None:
+    dependent = DEPENDENT.replace("YEAR", str(time.gmtime().tm_year))
+    rows = [row(mirrors)] + [
+        row(mirrors, instance_id=name, test_patch=new_file(f"tests/test_{name}.py", tests), PASS_TO_PASS=[])
+        | {"FAIL_TO_PASS": [f"tests/test_{name}.py::{test}" for test in names]}
+        for name, tests, names in (
+            ("dependent", dependent, ["test_a", "test_b", "test_year"]),
+            ("offline", OFFLINE, ["test_it"]),
+        )
+    ]
+    tasks = load_source(f"swe:{write(tmp_path, *rows)}?mirrors={mirrors}&sentinels=0")
+    subjects = [replace(task_subject(task), cheats=(), trivial=(), nothing=()) for task in tasks]
+    reports = await audit(subjects, sandboxes, runs=1)
+
+    faults = dict.fromkeys(["cheatable", "flaky", "order_dependent", "time_dependent", "network_dependent"], False)
+    wanted = [
+        {"solvable": True},
+        {"solvable": True, "order_dependent": True, "time_dependent": True},
+        {"solvable": False, "network_dependent": True},
+    ]
+    assert [report.properties for report in reports] == [faults | each for each in wanted], reports
+    told = [finding.detail for finding in reports[1].findings]
+    assert any("fails in reverse: tests/test_dependent.py::test_b" in each for each in told)
+
+
+def new_file(path: str, text: str) -> str:
+    lines = text.splitlines()
+    return f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"+{line}\n" for line in lines)

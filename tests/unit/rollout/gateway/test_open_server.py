@@ -356,3 +356,33 @@ async def test_silent_connections_keep_nobody_out(serve: Any, caplog: pytest.Log
             writer.close()
     assert answer.choices[0].message.content == "yes"
     assert caplog.records == []
+
+
+@pytest.mark.slow
+async def test_a_thousand_connections_wait_for_their_answers_at_once(serve: Any) -> None:
+    async with serve() as (url, engine):
+        everyone, generate, num_waiting = asyncio.Event(), engine.generate, 0
+
+        async def held(*asked: Any) -> Any:
+            nonlocal num_waiting
+            num_waiting += 1
+            if num_waiting == 1000:
+                everyone.set()
+            await everyone.wait()
+            return await generate(*asked)
+
+        engine.generate = held
+        connections = aiohttp.TCPConnector(limit=0, force_close=True)
+        key = {"Authorization": "Bearer secret"}
+        async with aiohttp.ClientSession(
+            connector=connections, headers=key, timeout=aiohttp.ClientTimeout(600)
+        ) as http:
+
+            async def ask() -> str:
+                async with http.post(f"{url}/v1/chat/completions", json={"messages": HI}) as answer:
+                    said = await answer.json()
+                    return f"{answer.status} {said['choices'][0]['message']['content']}"
+
+            answers = await asyncio.gather(*(ask() for _ in range(1000)))
+
+    assert set(answers) == {"200 yes"}

@@ -523,7 +523,7 @@ async def test_a_policy_behind_the_gateway_can_judge(
         judge = Judge(section, tmp_path)
         asked = Asked(messages=tuple(HI), response="hello")
         score, _, judgement = await judge.score(asked)
-        with pytest.raises(RewardFailedError, match="no JSON: 'I like it") as prose:
+        with pytest.raises(RewardFailedError, match="not JSON: 'I like it") as prose:
             await judge.score(replace(asked, response="other"))
         await judge.close()
 

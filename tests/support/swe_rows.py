@@ -1,0 +1,87 @@
+"""A data set in SWE-bench's form: one issue of a small repository with a real git history."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+STATS = """
+def mean(values):
+    return sum(values) / len(values)
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+"""
+SOLVED = """
+def mean(values):
+    return sum(values) / len(values)
+
+
+def median(values):
+    if not values:
+        raise ValueError("no values")
+    middle = len(values) // 2
+    ordered = sorted(values)
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+"""
+OLD_TESTS = "from stats import mean\n\n\ndef test_mean():\n    assert mean([2, 4, 9]) == 5\n"
+NEW_TESTS = (
+    "import pytest\n\nfrom stats import mean, median\n\n\n"
+    "def test_mean():\n    assert mean([2, 4, 9]) == 5\n\n\n"
+    "@pytest.mark.parametrize('values, wanted', [([4, 1, 3, 2], 2.5), ([10, 20], 15)])\n"
+    "def test_even(values, wanted):\n    assert median(values) == wanted\n\n\n"
+    "def test_empty():\n    with pytest.raises(ValueError):\n        median([])\n\n\n"
+    "def test_odd():\n    assert median([9, 2, 7]) == 7\n"
+)
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
+    ran = subprocess.run(["git", *settings, "-C", str(folder), *words], check=True, capture_output=True, text=True)
+    return ran.stdout
+
+
+def make_mirrors(folder: Path) -> Path:
+    """Return the folder with one clone, of a repository whose last commit solves the issue and whose first has the
+    fault; its folder `work` is the repository itself."""
+    work = folder / "work"
+    work.mkdir()
+    git(work, "init", "-q")
+    for files, message in (
+        (
+            {"stats.py": STATS, "tests/test_stats.py": OLD_TESTS, "conftest.py": "", ".gitignore": "*.log\n"},
+            "Add stats",
+        ),
+        ({"stats.py": SOLVED, "tests/test_stats.py": NEW_TESTS}, "Mend median"),
+    ):
+        for path, text in files.items():
+            (work / path).parent.mkdir(exist_ok=True)
+            (work / path).write_text(text)
+        git(work, "add", "-A")
+        git(work, "commit", "-q", "-m", message)
+    git(folder, "clone", "-q", "--bare", str(work), str(folder / "me__stats.git"))
+    return folder
+
+
+def row(mirrors: Path, **other: Any) -> dict[str, Any]:
+    work = mirrors / "work"
+    return {
+        "instance_id": "me__stats-1",
+        "repo": "me/stats",
+        "base_commit": git(work, "rev-parse", "HEAD~1").strip(),
+        "problem_statement": "median is wrong for lists of even length; for an empty one it must raise ValueError.",
+        "patch": git(work, "diff", "HEAD~1", "HEAD", "--", "stats.py"),
+        "test_patch": git(work, "diff", "HEAD~1", "HEAD", "--", "tests"),
+        "FAIL_TO_PASS": json.dumps([f"tests/test_stats.py::{name}" for name in
+                                    ("test_even[values0-2.5]", "test_even[values1-15]", "test_empty")]),
+        "PASS_TO_PASS": ["tests/test_stats.py::test_mean", "tests/test_stats.py::test_odd"],
+    } | other  # fmt: skip
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return file
