@@ -2,6 +2,7 @@
 
     python -m scripts.like_docker COMMAND ...           as root; like on most hosts
     python -m scripts.like_docker --bare COMMAND ...    on a kernel without Landlock
+    python -m scripts.like_docker --profile FILE COMMAND ...    with a seccomp profile that lists the calls it refuses
 
 Mounts: 64 MiB of /dev/shm, a read-only home, a read-only /proc/sys. Network: only a loopback without IPv6. It does not
 imitate an image or an AppArmor profile.
@@ -10,6 +11,7 @@ imitate an image or an AppArmor profile.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import sys
@@ -36,14 +38,15 @@ _LAST_CAPABILITY = 40
 
 def main() -> None:
     """Apply the profile, then execute the command in this process."""
-    is_bare = sys.argv[1:2] == ["--bare"]
-    command = sys.argv[1 + is_bare :]
+    is_bare, has_profile = sys.argv[1:2] == ["--bare"], sys.argv[1:2] == ["--profile"]
+    command = sys.argv[1 + is_bare + 2 * has_profile :]
     if os.geteuid() != 0 or not command:
         sys.exit(__doc__)
     _enter_mounts_and_network()
     for capability in set(range(_LAST_CAPABILITY + 1)) - CAPABILITIES:
         kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
-    seccomp.install(seccomp.program(_rules(is_bare=is_bare)))
+    rules = rules_of_profile(Path(sys.argv[2])) if has_profile else _rules(is_bare=is_bare)
+    seccomp.install(seccomp.program(rules))
     os.execvp(command[0], command)
 
 
@@ -58,6 +61,14 @@ def _enter_mounts_and_network() -> None:
     for folder in (str(Path.home()), "/proc/sys"):
         kernel.mount(folder, folder, "", kernel.MS_BIND | kernel.MS_REC)
         kernel.mount("", folder, "", kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY)
+
+
+def rules_of_profile(file: Path) -> dict[str, Block]:
+    """Read a profile in Docker's format that allows all calls except those that it lists."""
+    profile = json.loads(file.read_text())
+    if profile["defaultAction"] != "SCMP_ACT_ALLOW":
+        sys.exit(f"{file} lists the calls that it allows; only lists of refused calls are imitated")
+    return {name: seccomp.refuse() for entry in profile["syscalls"] for name in entry["names"]}
 
 
 def _rules(*, is_bare: bool) -> dict[str, Block]:

@@ -114,8 +114,8 @@ async def task_verdict(task: Task, prompt: Prompt, text: str, sandboxes: Sandbox
 
 
 def settled(reward: object) -> Reward:
-    """Return the reward with plain finite numbers. If it has others or is no Reward, return an invalid reward of kind
-    reward_nonsense."""
+    """Return the reward with plain finite numbers. If a number is not finite, or the value is not a Reward, return an
+    invalid reward of kind reward_nonsense."""
     try:
         return _checked(reward)
     except Exception as error:  # boundary: a reward may hold objects of the user's classes

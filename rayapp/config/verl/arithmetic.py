@@ -47,7 +47,10 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     if size > 1 or estimator in NEEDS_NO_GROUP or not takes_rewards:
         return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
     if estimator in NEEDS_GROUP:
-        raise ConfigError(f"{key} = {value} can't be imported: {estimator} compares at least 2. Set {key}=8.")
+        raise ConfigError(
+            f"{key} = {value} can't be imported: {estimator} compares the trajectories of a prompt, and needs at least "
+            f"2. Set {key}=8."
+        )
     return Landing(
         settings={"rollout.group_size": size},
         note=f"warning: {estimator} has no other trajectory to compare with, so rewards are the advantages, as in "

@@ -69,7 +69,8 @@ _STOPS_THE_ROUND = (StorageUnreachableError, StorageConfigError, StorageTakenErr
 
 
 class Uploader:
-    """The uploads of one staging folder; not safe to use from two tasks at once, except `files` beside `folders`.
+    """The uploads of one staging folder; not safe for concurrent tasks, except that `files` and `folders` may run at
+    the same time.
 
     Args:
         storage: the run's folder in object storage, opened.

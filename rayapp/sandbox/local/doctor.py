@@ -306,10 +306,9 @@ class Attack:
     """Parts of the canary that the attack needs besides the ones that are always present."""
     also_held: tuple[str, ...] = ()
     """Names of further exceptions that mean that the attack was refused."""
-    only_without_image: bool = False
-    """True if the attack searches for this machine's files, user or variables; an image has its own, which code may
-    change.
-    """
+    on_image: Literal["same", "any-end", "never"] = "same"
+    """Required result on an image: the same; any, as only the decoys and the next program count (code may change its
+    image); or never run, for the reason in `because`."""
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
 
@@ -415,7 +414,7 @@ async def run_doctor(
             for attack in load_attacks()
             if attack.family in families
             and attack.is_for(sandbox.isolation)
-            and not (template and attack.only_without_image)
+            and not (template and attack.on_image == "never")
         ]
         with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
@@ -433,23 +432,27 @@ async def run_doctor(
 async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> AttackResult:
     """Run one attack, then an honest program, then check what must not have changed."""
     try:
-        facts = {**canary.facts, **await _earlier_execution(sandbox, attack)}
+        facts = {**canary.facts, "has_image": sandbox.has_image, **await _earlier_execution(sandbox, attack)}
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
-        problems = [*judge(attack, report), *canary.damage(), *await _honest_problems(sandbox)]
+        problems = [
+            *judge(attack, report, on_image=sandbox.has_image),
+            *canary.damage(),
+            *await _honest_problems(sandbox),
+        ]
     except SandboxError as error:
         # Count this as a finding: code that can end its own sandbox may end other sandboxes too.
         problems = [f"the sandbox failed: {error}"]
     return AttackResult(name=attack.name, passed=not problems, found="; ".join(problems))
 
 
-def judge(attack: Attack, report: CallReport) -> list[str]:
+def judge(attack: Attack, report: CallReport, *, on_image: bool = False) -> list[str]:
     """Return the differences between an attack's end and its expected end; empty if the sandbox held."""
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
     within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
     if ran.duration_s > within_s:
         problems.append(f"took {ran.duration_s:.2f} s, at most {within_s:g} s were allowed")
-    if expect.any_end:
+    if expect.any_end or (on_image and attack.on_image == "any-end"):
         return problems
     if expect.stopped:
         if ran.stopped_for is None or ran.stopped_for.value not in expect.stopped:

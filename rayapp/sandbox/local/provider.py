@@ -89,8 +89,30 @@ def why_no_images(refused: Mapping[str, str]) -> str:
     steps = "; ".join(f"{level}: {why}" for level, why in refused.items()) or "no level with namespaces was allowed"
     return (
         f"this node can't run sandboxes on images ({steps}): they need user namespaces and Linux 5.11. "
-        "Allow them (in Kubernetes hostUsers: false, docs/sandboxes.md), or use a remote provider"
+        f"{_what_this_node_needs()}, or use a remote provider (docs/sandboxes.md)"
     )
+
+
+_NAMESPACE_SETTINGS = {
+    "user/max_user_namespaces": "0",
+    "kernel/unprivileged_userns_clone": "0",
+    "kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+"""Settings of kernels, with the value that forbids user namespaces to ordinary users."""
+
+
+def _what_this_node_needs() -> str:
+    """Return the change that would permit user namespaces, as far as this process can see the obstacle."""
+    for name, forbidding in _NAMESPACE_SETTINGS.items():
+        path = Path("/proc/sys", name)
+        if path.exists() and path.read_text().strip() == forbidding:
+            return f"Change the node's sysctl {name.replace('/', '.')}, which is {forbidding}"
+    if "\nSeccomp:\t2" in Path("/proc/self/status").read_text():
+        return (
+            "This container's seccomp profile may forbid them: use configs/kuberay/seccomp/sandboxes.json (the chart's "
+            "isolation.seccompProfile)"
+        )
+    return "Allow them (in Kubernetes hostUsers: false)"
 
 
 @functools.cache

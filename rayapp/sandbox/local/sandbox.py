@@ -80,6 +80,11 @@ class LocalSandbox:
         """Name of the isolation level of the code in this sandbox."""
         return self.slot.level
 
+    @property
+    def has_image(self) -> bool:
+        """True if the root of the file system is an image."""
+        return self._image is not None
+
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
         """Open the sandbox's loopback (`rayapp.sandbox.loopback`). Raises SandboxConfigError: its spec has none."""

@@ -57,7 +57,7 @@ def script_result(answer: RawResult, isolation: str) -> ExecResult:
     """Return the result of code run as a script, or of a command.
 
     Raises:
-        SandboxGoneError: candidate code was never reached.
+        SandboxGoneError: the candidate's code was never started.
     """
     seen = _frames(answer, 0)
     return _result(answer, isolation, error=seen.script_error, is_complete=True)
@@ -68,7 +68,7 @@ def session_result(answer: RawResult, isolation: str) -> ExecResult:
     Code that forges them changes only its own result.
 
     Raises:
-        SandboxGoneError: candidate code was never reached.
+        SandboxGoneError: the candidate's code was never started.
     """
     seen = _frames(answer, 0)
     result = _result(answer, isolation, error=seen.script_error, is_complete=seen.exit_status is not None)
@@ -81,7 +81,7 @@ def call_report(answer: RawResult, isolation: str, num_calls: int) -> CallReport
     """Return the results of a function called on several inputs: exactly one result per input.
 
     Raises:
-        SandboxGoneError: candidate code was never reached.
+        SandboxGoneError: the candidate's code was never started.
     """
     seen = _frames(answer, num_calls)
     error = seen.definition_error if not seen.is_defined else ""

@@ -312,6 +312,34 @@ def test_pods_with_gpus_get_what_nccl_needs_between_nodes_and_the_head_does_not(
     assert [c.get("env") for c in containers] == [None, [{"name": "NCCL_DEBUG", "value": "INFO"}]]
 
 
+def test_pods_may_get_what_sandboxes_on_images_need() -> None:
+    """That the profile is enough is tried with a real sandbox, in a process that has only what the profile permits."""
+    plain = rayjob()["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    settings = {"isolation": {"hostUsers": False, "seccompProfile": "sandboxes.json"}}
+    made = rayjob(settings)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+
+    assert "hostUsers" not in plain
+    assert "seccompProfile" not in plain["securityContext"]
+    assert made["hostUsers"] is False
+    assert made["securityContext"]["seccompProfile"] == {"type": "Localhost", "localhostProfile": "sandboxes.json"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="imitating a container needs root")
+def test_the_shipped_profile_is_enough_for_sandboxes_on_images(namespaces: None) -> None:
+    program = "from rayapp.sandbox.local.provider import why_no_images_here; print(why_no_images_here())"
+    like = [sys.executable, "-m", "scripts.like_docker"]
+    profile = ["--profile", str(FOLDER / "seccomp/sandboxes.json")]
+    said = [
+        subprocess.run(
+            [*like, *given, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for given in (profile, [])
+    ]
+
+    assert said[0].stdout.strip() == ""
+    assert "seccomp/sandboxes.json" in said[1].stdout, "the default profile is told with the way out"
+
+
 def test_sandboxes_reach_nothing_and_only_the_manager_reaches_them() -> None:
     files = dict(example("single-node-ack"))
     template = only("SandboxSet", files)["spec"]["template"]

@@ -155,7 +155,7 @@ def test_where_images_cannot_be_mounted_one_line_says_so_before_a_start(
     provider.why_no_images_here.cache_clear()
     try:
         with pytest.raises(
-            ConfigError, match=r"task task0 needs .*this node can.t run sandboxes on images.*hostUsers"
+            ConfigError, match=r"task task0 needs .*this node can.t run sandboxes on images.*they need user namespaces"
         ) as said:
             check_tasks(config_of(tmp_path, "x:1"), training=True)
     finally:

@@ -122,9 +122,17 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- if not $values.isolation.hostUsers }}
+  hostUsers: false
+  {{- end }}
   securityContext:
     # The image's user; it must be able to write the run folder.
     runAsNonRoot: true
+    {{- with $values.isolation.seccompProfile }}
+    seccompProfile:
+      type: Localhost
+      localhostProfile: {{ . }}
+    {{- end }}
     fsGroup: 10001
     fsGroupChangePolicy: OnRootMismatch
   # No token: the run calls no Kubernetes API, and model-written code may run in these pods. Autoscaling needs one in the head.

@@ -1,0 +1,223 @@
+"""Sandboxes on images: start, sharing and pull, each beside what others use: python -m benchmarks images
+
+    start   a sandbox that runs /bin/true and ends: on an image, without one, by `runc run`, by `podman run`
+    share   sandboxes of one large image on this node: memory and disk
+    pull    the large image from Debian's docker-registry on loopback: into the cache, unpacked, and by `skopeo copy`
+
+Runs as root and needs runc, umoci, skopeo and docker-registry. Rounds alternate, so that ratios hold on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.report import print_report
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.images.pull import ImageSource, pull
+from rayapp.sandbox.images.reference import parse
+from rayapp.sandbox.images.store import open_store
+from rayapp.sandbox.local.provider import LocalProvider
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support.images import entry, layer, machine_layer, write_oci
+
+_TRUE = ("/bin/true",)
+_MIB = 1 << 20
+_TAG = "one"
+
+
+def make_image(folder: Path, mib: int) -> None:
+    """Write an image with this machine's small programs and files of this size, half of them compressible."""
+    files = [entry(f"data/{number}", os.urandom(_MIB // 2) + bytes(_MIB // 2)) for number in range(mib)]
+    write_oci(folder, [machine_layer(with_python=False), layer(*files)])
+    index = json.loads((folder / "index.json").read_text())
+    index["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": _TAG}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+async def start_ms(provider: LocalProvider, template: str) -> float:
+    """Return the milliseconds of a sandbox from its creation to its end."""
+    began = time.perf_counter()
+    sandbox = await provider.create(SandboxSpec(template=template), labels={}, ttl_s=600, timeout_s=600)
+    ran = await sandbox.run_command(_TRUE, timeout_s=30)
+    await sandbox.kill()
+    assert ran.ok, ran
+    return (time.perf_counter() - began) * 1000
+
+
+async def command_ms(argv: list[str]) -> float:
+    """Return the milliseconds of a command."""
+    began = time.perf_counter()
+    child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, errors = await child.communicate()
+    if child.returncode:
+        raise RuntimeError(f"{argv}: {errors.decode()[-300:]}")
+    return (time.perf_counter() - began) * 1000
+
+
+def bundle_of(folder: Path, place: Path) -> Path:
+    """Unpack the image with umoci as a bundle for runc that runs /bin/true."""
+    subprocess.run(["umoci", "unpack", "--image", f"{folder}:{_TAG}", str(place)], check=True, capture_output=True)
+    config = json.loads((place / "config.json").read_text())
+    config["process"] |= {"terminal": False, "args": list(_TRUE)}
+    config["linux"].pop("resources", None)  # cgroups may be read-only here, and only slow runc down
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of the starts in each way, in rounds that alternate between them."""
+    provider, template = LocalProvider(images=cache), f"image:oci:{folder}"
+    bundle = bundle_of(folder, work / "bundle")
+    ways: dict[str, Callable[[int], Awaitable[float]]] = {
+        "image": lambda _: start_ms(provider, template),
+        "bare": lambda _: start_ms(provider, ""),
+        "runc": lambda number: command_ms(["runc", "run", "-b", str(bundle), f"rayapp-{os.getpid()}-{number}"]),
+    }
+    podman = ["podman", "--root", str(work / "podman"), "run", "--rm", "--network=none", "--cgroups=disabled"]
+    try:
+        await command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])
+        ways["podman"] = lambda _: command_ms([*podman, f"oci:{folder}:{_TAG}", *_TRUE])
+    except (OSError, RuntimeError) as error:
+        print(f"without podman: {error}", file=sys.stderr)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for number in range(-2, rounds):  # two rounds to warm up
+            for name, way in ways.items():
+                taken = await way(number + 2)
+                found[name] += [taken] if number >= 0 else []
+    finally:
+        await provider.close()
+    return found
+
+
+def memory_mib(pids: set[int]) -> float:
+    """Return the memory of these processes and of all below them, in which shared pages count once."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    below = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    total = 0
+    for pid in below:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return total / 1024
+
+
+async def shared(cache: ImageSource, folder: Path, number: int) -> float:
+    """Return the MiB of memory that each of this many sandboxes of one image takes."""
+    provider, template = LocalProvider(images=cache, max_slots=number), f"image:oci:{folder}"
+    try:
+        made = [
+            await provider.create(SandboxSpec(template=template), labels={}, ttl_s=600, timeout_s=600)
+            for _ in range(number)
+        ]
+        for sandbox in made:
+            assert (await sandbox.run_command(("/bin/cat", "/data/0"), timeout_s=60, max_output_bytes=4 * _MIB)).ok
+        return memory_mib({sandbox.slot.pid for sandbox in made}) / number
+    finally:
+        await provider.close()
+
+
+def disk_mib(folder: Path) -> int:
+    """Return the MiB of disk that a folder takes; hard links count once."""
+    return int(subprocess.run(["du", "-sm", folder], check=True, capture_output=True, text=True).stdout.split()[0])
+
+
+@contextmanager
+def registry(work: Path) -> Iterator[str]:
+    """Run Debian's docker-registry on loopback; yield its host."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        host = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {
+        "version": 0.1,
+        "log": {"level": "error"},
+        "storage": {"filesystem": {"rootdirectory": str(work / "registry")}},
+        "http": {"addr": host},
+    }
+    (work / "registry.yml").write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        ["docker-registry", "serve", work / "registry.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(200):
+            try:
+                socket.create_connection(tuple(host.split(":")), 1).close()  # type: ignore[arg-type]
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield host
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def pulls(folder: Path, work: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds in which the image is pulled and unpacked into an empty cache, and copied by skopeo."""
+    found: dict[str, list[float]] = {"pull": [], "skopeo": []}
+    with registry(work) as host:
+        plain = ["--dest-tls-verify=false", f"oci:{folder}:{_TAG}", f"docker://{host}/big:1"]
+        subprocess.run(["skopeo", "copy", *plain], check=True, capture_output=True)
+        for number in range(rounds):
+            began = time.perf_counter()
+            pull(open_store(str(work / f"pulled{number}"), 100), parse(f"{host}/big:1")).release()
+            found["pull"].append(time.perf_counter() - began)
+            shutil.rmtree(work / f"pulled{number}")
+            began = time.perf_counter()
+            copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{host}/big:1", f"oci:{work}/copied:1"]
+            subprocess.run(copy, check=True, capture_output=True)
+            found["skopeo"].append(time.perf_counter() - began)
+            shutil.rmtree(work / "copied")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the image's files")
+    parser.add_argument("--rounds", type=int, default=20, help="starts in each way")
+    parser.add_argument("--pulls", type=int, default=2, help="pulls in each way")
+    parser.add_argument("--sandboxes", type=int, default=50, help="sandboxes of one image at once")
+    settings = parser.parse_args()
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayapp-images-")))
+        work.chmod(0o755)
+        # podman leaves a mount of its folder on itself.
+        stack.callback(subprocess.run, ["umount", "-q", str(work / "podman/overlay")], check=False)
+        folder = work / "oci"
+        make_image(folder, settings.mib)
+        cache = ImageSource(folder=str(work / "cache"))
+        times = asyncio.run(starts(folder, work, cache, settings.rounds))
+        memory = asyncio.run(shared(ImageSource(folder=str(work / "cache")), folder, settings.sandboxes))
+        sharing = {"memory_mib_each": memory, "disk_mib": disk_mib(work / "cache")}
+        pulled = pulls(folder, work, settings.pulls)
+    median = {name: statistics.median(each) for name, each in {**times, **pulled}.items()}
+    ratios = {f"start_of_{name}_by_image": median[name] / median["image"] for name in times if name != "image"}
+    ratios["skopeo_by_pull"] = median["skopeo"] / median["pull"]
+    starts_ms = {name: median[name] for name in times}
+    print_report(settings, ratios, starts_ms=starts_ms, pulls_s={name: median[name] for name in pulled}, shared=sharing)
+
+
+if __name__ == "__main__":
+    main()
