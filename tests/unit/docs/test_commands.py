@@ -106,6 +106,7 @@ ELSEWHERE = (
         begins="python -m verl.trainer.main_ppo",
         why_not="trains with verl; tests/contracts/test_sandbox_fusion.py scores",
     ),
+    How(begins="rayapp compare", test="tests/unit/runs/test_comparing.py"),
     How(begins="python -m verl.model_merger merge", test="tests/unit/storage/test_verl_checkpoints.py"),
     How(begins="rayapp train --verl", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train configs/coding_cpu.yaml --replay", test="tests/e2e/test_resume.py"),
