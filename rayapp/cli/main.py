@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
     "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
-    "list": ("view:app", "List runs: state, step, last reward and solved share, and cost so far."),
+    "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
     "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),

@@ -604,7 +604,8 @@ async def _simulate(config: Config, seconds: Seconds, plays: Plays, last: int) -
     learners = TimedLearners(config, seconds)
     stand_ins: dict[str, Any] = {
         "servers": servers, "learners": learners, "weights": TimedSync(seconds), "supervisor": _NoLosses(),
-        "rollout_workers": (SimulatedWorker(config, servers, plays),), "router": Router(len(servers)), "pool": None,
+        "rollout_workers": (SimulatedWorker(config, servers, plays),) * config.rollout.num_workers,
+        "router": Router(len(servers)), "pool": None,
         "start_learners": None, "images": ImagePlacement.of(config, ()),
     }  # fmt: skip
     cluster = SimulatedCluster(config=config, **stand_ins)
