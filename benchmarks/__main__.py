@@ -4,8 +4,10 @@
     python -m benchmarks grpo_step -- --rounds 2    one benchmark, with its own arguments
     python -m benchmarks --accept driver            record a loss whose cause is known
 
-Exits with 1 when a ratio lost more than a tenth or a benchmark failed. A report is written to benchmarks/records if no
-ratio was lost and the working tree has no uncommitted changes; commit the record yourself.
+A benchmark whose ratio lost more than 5% is measured once more, and the better ratio counts: other programs on the
+machine disturb one measurement, a slower program both. Exits with 1 when it is still lost or a benchmark failed. A
+report is written to benchmarks/records if no ratio was lost and the working tree has no uncommitted changes; commit the
+record yourself.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.history import MAX_LOSS, Compared, check, compare, last_record, record_path, table
+from benchmarks.history import MAX_LOSS, Compared, better_of, check, compare, last_record, record_path, table
 from benchmarks.machine import ROOT
 from benchmarks.report import parse_report
 
@@ -74,6 +76,16 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
     report = parse_report(done.stdout)
     check(report)
     return report
+
+
+def measure(name: str, arguments: list[str], records: Path = RECORDS) -> dict[str, Any]:
+    """Run a benchmark, twice if a ratio is lost the first time. Raises like `run`."""
+    report = run(name, arguments)
+    lost = [each.name for each in compare(report, last_record(records / name, report)) if each.is_lost]
+    if not lost:
+        return report
+    print(f"{name}: lost {', '.join(lost)}; measuring once more", flush=True)
+    return better_of(report, run(name, arguments))
 
 
 def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RECORDS) -> bool:
@@ -136,7 +148,7 @@ def main() -> int:
 def _one(name: str, arguments: list[str], *, accept: bool) -> bool:
     """Run one benchmark and judge it. Prints a failure and returns False, so that the others still run."""
     try:
-        report = run(name, arguments)
+        report = measure(name, arguments)
     except (subprocess.CalledProcessError, ValueError) as error:
         print(f"{name}: FAILED: {error}", flush=True)
         return False

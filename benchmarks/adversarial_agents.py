@@ -2,6 +2,7 @@
 
     agent's script -> its workspace -- own box: tests and a test.sh are put into it and run; logs/reward.txt is the pay
                                     |- bare script: the same test.sh in a fresh sandbox
+                                    |- named tests: a data set's tests, run by pytest, and sentinels (swe:FILE)
                                     |- trusted script: the same, and sentinels (trust_test_scripts=true)
                                     '- ours: the changed files, in a fresh sandbox; values are compared outside
 
@@ -24,8 +25,9 @@ from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Prompt
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.tasks.loading import load_task
+from rayapp.tasks.repository.named_tests import NamedTests
 from rayapp.tasks.repository.scripts import WORKDIR, TestScript
-from rayapp.tasks.repository.task import RepositoryTask
+from rayapp.tasks.repository.task import RepositoryTask, as_answer, changed_files
 
 AGENTS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).resolve().parents[1] / "tests/adversarial/agents.yaml").read_text()
@@ -63,6 +65,7 @@ RULES = {
     "ours": "the changed files are tested in a fresh sandbox, values are compared outside",
     "bare script": "the changed files in a fresh sandbox, where test.sh runs tests and writes the verdict",
     "trusted script": "the same; then test.sh has to fail sentinels, each in a fresh sandbox",
+    "named tests": "pytest runs the tests that a data set in SWE-bench's form names, then once more with sentinels",
     "own_box": "the tests run in the agent's own box, where its verdict is a file",
 }
 
@@ -107,11 +110,22 @@ def script_task(*, sentinels: int = 12) -> RepositoryTask:
     return replace(task, folder=replace(task.folder, tests=(), script=script, workdir=WORKDIR, own=own))
 
 
+def named_task() -> RepositoryTask:
+    """Return the same task, judged as an issue of a data set in SWE-bench's form is."""
+    task, lines = repository_task(), TESTS.splitlines()
+    patch = f"--- /dev/null\n+++ b/test_hidden.py\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(
+        f"+{line}\n" for line in lines
+    )
+    names = tuple(f"test_hidden.py::Hidden::test_{name}" for name in ("even", "odd", "empty", "mean"))
+    named = NamedTests(patch=patch, fail_to_pass=names, pass_to_pass=(), brings_pytest=True)
+    return replace(task, folder=replace(task.folder, tests=(), named=named, memory_mib=1024))
+
+
 async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
     """Return True if rayapp's grading rewards the agent."""
     async with source.lease(task.spec, timeout_s=60.0) as sandbox:
         await work(sandbox, task, agent)
-        answer = await task.collect(sandbox)
+        answer = as_answer(await changed_files(sandbox, task.folder.repository))
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
     return (await task.score(prompt, answer, source, seed=0)).value > 0
 
@@ -125,6 +139,7 @@ def honest() -> dict[str, Any]:
 async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
     """Return, for each way of grading, the agents that it rewards."""
     tasks = {"ours": repository_task(), "bare script": script_task(sentinels=0), "trusted script": script_task()}
+    tasks |= {"named tests": named_task()}
     paid = {name: list[str]() for name in RULES}
     for agent in (honest(), *AGENTS):
         for name, task in tasks.items():

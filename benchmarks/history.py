@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_LOSS = 0.10
+MAX_LOSS = 0.05
 """Share of a ratio that may be lost since the last record; a larger loss is flagged."""
 KIND = ("cpu", "cores", "gpu")
 """Keys of `machine` that must be equal for two reports to be comparable."""
@@ -44,7 +44,7 @@ class Compared:
 
     @property
     def is_lost(self) -> bool:
-        # Rounded: 0.9 of a ratio is a loss of 10%, not of 10.000000000000009%.
+        # Rounded: 0.95 of a ratio is a loss of 5%, not of 5.000000000000004%.
         return round(self.change, 9) < -MAX_LOSS
 
 
@@ -90,6 +90,12 @@ def compare(report: Report, record: Report | None) -> list[Compared]:
     """Return every ratio of report or record, the report's first."""
     now, before = report["ratios"], record["ratios"] if record else {}
     return [Compared(name=name, now=now.get(name), before=before.get(name)) for name in {**now, **before}]
+
+
+def better_of(first: Report, second: Report) -> dict[str, Any]:
+    """Return the second report with the better of both measurements for each ratio that both have."""
+    both = {name: max(r, first["ratios"].get(name, r)) for name, r in second["ratios"].items()}
+    return {**second, "ratios": both}
 
 
 def table(compared: list[Compared]) -> str:

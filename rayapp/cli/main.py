@@ -33,6 +33,10 @@ from rayapp.core.files import locked
 from rayapp.core.logs import make_logs_visible, show_traceback, visible
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": (
+        "trying:init_app",
+        "Write a project folder that trains as it is: config, task, rows, reward, README, Makefile.",
+    ),
     "train": ("train:app", "Train as CONFIG says."),
     "eval": (
         "train:app",
@@ -47,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rescore": ("score:app", "Compute another reward over a run's trajectories and report what it changes."),
     "view": ("view:app", "Show runs in a browser: curves, groups, completions, tokens."),
     "report": ("view:app", "Write a report of a run: one self-contained HTML file and a PNG of each chart."),
-    "list": ("view:app", "List runs: state, step, last reward and solved share, and cost so far."),
+    "list": ("view:app", "List runs, last written first: state, step, last reward and solved share, and cost so far."),
     "compare": ("view:app", "Compare runs: key numbers, configuration keys that differ, and curves."),
     "doctor": ("doctor:app", "Report what this machine has and whether CONFIG can run on it."),
     "plan": ("plan:app", "Print a step's GPU memory by phase, its time, and the largest settings that fit."),

@@ -55,6 +55,7 @@ from rayapp.learner.memory.speed import (
     weight_sync,
 )
 from rayapp.rollout.group import run_group
+from rayapp.rollout.images import ImagePlacement
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.problem import Problem
 from rayapp.runs.folder import RunFolder
@@ -603,8 +604,9 @@ async def _simulate(config: Config, seconds: Seconds, plays: Plays, last: int) -
     learners = TimedLearners(config, seconds)
     stand_ins: dict[str, Any] = {
         "servers": servers, "learners": learners, "weights": TimedSync(seconds), "supervisor": _NoLosses(),
-        "rollout_workers": (SimulatedWorker(config, servers, plays),), "router": Router(len(servers)), "pool": None,
-        "start_learners": None,
+        "rollout_workers": (SimulatedWorker(config, servers, plays),) * config.rollout.num_workers,
+        "router": Router(len(servers)), "pool": None,
+        "start_learners": None, "images": ImagePlacement.of(config, ()),
     }  # fmt: skip
     cluster = SimulatedCluster(config=config, **stand_ins)
     counts = list[_Count]()

@@ -146,6 +146,7 @@ async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_
         assert difference[first.num_tokens :].max() > 10 * MAX_LOG_PROB_DIFFERENCE
 
 
+@pytest.mark.long
 async def test_requests_that_lost_their_keys_and_values_as_in_a_sleep_go_on_as_the_new_weights_compute_them(
     engine: VllmEngine, weights: tuple[Weights, Weights], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

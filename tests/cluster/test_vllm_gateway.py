@@ -44,7 +44,7 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         await gateway.start()
         sampling = SamplingParams(max_tokens=30, seed=3)
         with gateway.session(
-            engine=server, sampling=sampling, limits=limits, request_id=RequestId("group", 1, 0)
+            engine=server._engine, sampling=sampling, limits=limits, request_id=RequestId("group", 1, 0)
         ) as session:
             client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
             tree, load = session.tree, server._engine.load
@@ -98,9 +98,10 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
     form: Any = {"type": "json_schema", "json_schema": {"name": "score", "schema": SCORE}}
     try:
         await server.start()
+        assert server._engine is not None
         await gateway.start()
         with gateway.session(
-            engine=server,
+            engine=server._engine,
             sampling=SamplingParams(max_tokens=300, temperature=0.7, seed=3),
             limits=SessionLimits(max_tokens=1500, max_turns=20),
             request_id=RequestId("group", 1, 0),

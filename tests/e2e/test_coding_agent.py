@@ -193,6 +193,7 @@ def issues(folder: Path) -> str:
     return json.dumps([{"name": "agent", "tasks": [source]}])
 
 
+@pytest.mark.long  # tests/unit/rollout/test_task_agents.py has the same agents without a run around them
 def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solution(
     tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
 ) -> None:

@@ -16,7 +16,7 @@ import yaml
 from rayapp.core.types import Group, Trajectory
 from rayapp.runs.trajectories import read_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 700.0

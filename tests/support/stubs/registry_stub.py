@@ -23,13 +23,15 @@ class RegistryStub:
         self.cuts = cuts
         self.wait = wait
         """Blobs are sent once it is set."""
+        self.port = 0
+        """Port to listen on; 0: any free one."""
         self.asked: Counter[str] = Counter()
         self.sent_bytes = 0
 
     @contextmanager
     def running(self) -> Iterator[str]:
         """Serve, and yield the host and port."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"stub": self}))
+        server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (_Handler,), {"stub": self}))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

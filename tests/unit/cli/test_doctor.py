@@ -246,6 +246,32 @@ def test_a_template_without_a_place_for_tools_is_told_once(tiny_model: Path, tmp
     assert ["chat template" in finding.detail for finding in found if finding.what == "tools"] == [True]
 
 
+def test_parts_of_earlier_turns_that_the_template_rewrites_are_told_for_external_agents(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "?"}],
+        "data_source": "openai/gsm8k",
+        "reward_model": {"ground_truth": "4"},
+    }
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), file)
+    found = fitness(
+        Config.model_validate(
+            {
+                "model": {"path": str(tiny_model)}, "cluster": {"device": "cpu"}, "tasks": [str(file)],
+                "agent": {
+                    "name": "external_agent", "external": {"command": ["sh"]}, "chat_template": "chatml_hermes",
+                },
+            }
+        )
+    )  # fmt: skip
+
+    (history,) = [finding for finding in found if finding.what == "history"]
+    assert history.level == "note"
+    assert "arguments of calls" in history.detail
+
+
 def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path: Path) -> None:
     row = {
         "prompt": [{"role": "user", "content": "?"}],

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rayapp.cli.main import run
+from rayapp.config.loading import load_config
 
 ARCHITECTURES = Path(__file__).parents[2] / "data" / "architectures"
 SMALL = str(ARCHITECTURES / "qwen2.5-0.5b.json")
@@ -24,6 +25,16 @@ def test_a_config_for_gpus_asks_which_where_there_are_none(
     assert "use one of h200, h100, a100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["coding_cpu", "coding_warmup_cpu", "distillation_cpu"])
+def test_the_kv_cache_of_the_default_job_holds_every_sequence_that_runs_at_once(name: str) -> None:
+    config = load_config(Path(f"configs/{name}.yaml"))
+    layers, key_heads, width, element = 30, 3, 64, 2  # SmolLM2-135M in bfloat16
+
+    tokens = config.server.kv_cache_gib * 2**30 / (layers * 2 * key_heads * width * element)
+
+    assert tokens > config.server.max_num_seqs * config.max_model_tokens
+
+
 def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +42,7 @@ def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
     printed = capsys.readouterr().out
     assert "494.0M parameters in 24 layers, on this machine's CPU" in printed
-    assert "GiB, 2 each of KV cache" in printed
+    assert "GiB, 0.5 each of KV cache" in printed
     assert "h200" in printed.splitlines()[-1]
     monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 4 << 30)
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 1

@@ -21,7 +21,7 @@ from rayapp.runs.trajectories import write_trajectories
 
 
 def config(**train: Any) -> Config:
-    rollout = {"group_size": 16, "max_prompt_tokens": 32, "max_completion_tokens": 64}
+    rollout = {"group_size": 16, "max_prompt_tokens": 32, "max_completion_tokens": 64, "num_workers": 2}
     return Config.model_validate({"rollout": rollout, "train": {"groups_per_step": 2} | train})
 
 

@@ -30,12 +30,13 @@ from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.loading import load_task
+from rayapp.tasks.loading import load_source, load_task
 from rayapp.tasks.repository.task import RepositoryTask
 from rayapp.tasks.verdict import Weights
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolContext
 from support.hermes import HermesParser
+from support.swe_rows import SOLVED, make_mirrors, row, write
 
 TASK = CodingTask(
     name="double",
@@ -534,3 +535,27 @@ async def test_a_workspace_of_a_repository_has_a_quota_and_work_too_large_is_tol
     assert "No space left on device" in played.outputs[2]
     assert json.loads(played.first.completion_text) == {"files": {"bookings.py": None}}
     assert (played.first.reward.value, played.first.status) == (0.0, RolloutStatus.COMPLETED)
+
+
+@pytest.mark.usefixtures("namespaces")
+async def test_an_agent_mends_an_issue_whose_tests_it_never_sees(bench: Bench, tmp_path: Path) -> None:
+    mirrors = make_mirrors(tmp_path)
+    (task,) = load_source(f"swe:{write(tmp_path, row(mirrors))}?mirrors={mirrors}&memory_mib=1024&disk_mib=64")
+    look = call("bash", command="git log --all --oneline; ls tests; cat tests/test_stats.py")
+    tests = create("tests/test_stats.py", "def test_mean():\n    pass\n")
+    scripts = [
+        [look, create("stats.py", SOLVED), call("submit")],
+        [look, tests, call("submit")],
+        [look, "I can't do it."],
+    ]
+    played = await bench.play(lambda trajectory, turn: scripts[trajectory][turn], task=task, group_size=3)
+
+    mended, edited, gave_up = played.group.trajectories
+    assert played.summary.rewards.tolist() == [1.0, 0.0, 0.0], [each.reward for each in played.group.trajectories]
+    assert (mended.reward.terms["fail_to_pass"], mended.reward.terms["pass_to_pass"]) == (1.0, 1.0)
+    assert (edited.reward.terms["fail_to_pass"], edited.reward.terms["pass_to_pass"]) == (0.0, 1.0)
+    assert (gave_up.reward.valid, gave_up.reward.status) == (True, "no_code")
+    told = [record.output for each in (mended, edited) for turn in each.turns for record in turn.calls]
+    assert "As handed out" in told[0]
+    assert "test_mean" in told[0]
+    assert "test_even" not in json.dumps(told)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,12 @@ from support.stubs.registry_stub import RegistryStub
 
 BIG = layer(entry("big", os.urandom(300_000)), entry("etc/hostname", "one"))
 SMALL = layer(entry("bin/tool", "x", mode=0o755), entry("etc/.wh.hostname", ""))
+
+PULL = (
+    "import sys; from pathlib import Path; from rayapp.sandbox.images.pull import pull;"
+    "from rayapp.sandbox.images.store import Store; from rayapp.sandbox.images.reference import parse;"
+    "pull(Store(Path(sys.argv[1]), max_bytes=1 << 30).prepare(), parse(sys.argv[2]))"
+)
 
 
 @pytest.fixture
@@ -125,15 +132,53 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(store: Store, folder: P
     assert stub.sent_bytes < 400_000, "parts that had come were asked for again"
 
 
+def test_two_processes_that_pull_an_image_share_one_download(store: Store, folder: Path) -> None:
+    stub = RegistryStub(folder, wait=threading.Event())
+    with stub.running() as host:
+        argv = [sys.executable, "-c", PULL, str(store.folder), f"{host}/name:1"]
+        children = [subprocess.Popen(argv) for _ in range(2)]
+        while stub.asked.total() < 2:
+            time.sleep(0.02)
+        assert stub.wait is not None
+        stub.wait.set()
+        assert [child.wait(60) for child in children] == [0, 0]
+
+    largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    assert stub.asked[f"sha256:{largest.name}"] == 1
+    assert len(store.images()) == 1
+
+
+def test_a_bad_part_of_an_earlier_download_is_loaded_anew(store: Store, folder: Path) -> None:
+    largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    store.blob(f"sha256:{largest.name}").write_bytes(b"x" * 1000)
+
+    with RegistryStub(folder).running() as host:
+        image = taken(store, f"{host}/name:1")
+
+    assert (store.trees / image.tree / "big").stat().st_size == 300_000
+
+
+def test_a_registry_that_starts_while_it_is_asked_is_asked_again(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub, stack = RegistryStub(folder), ExitStack()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def start_in_a_pause(pause_s: float) -> None:
+        if not stub.port:
+            stub.port = port
+            stack.enter_context(stub.running())
+
+    monkeypatch.setattr(sources.time, "sleep", start_in_a_pause)
+    with stack:
+        assert taken(store, f"127.0.0.1:{port}/name:1").layers
+
+
 def test_a_killed_pull_leaves_nothing_that_looks_whole(store: Store, folder: Path, tmp_path: Path) -> None:
     stub = RegistryStub(folder, wait=threading.Event())
-    program = (
-        "import sys; from pathlib import Path; from rayapp.sandbox.images.pull import pull;"
-        "from rayapp.sandbox.images.store import Store; from rayapp.sandbox.images.reference import parse;"
-        "pull(Store(Path(sys.argv[1]), max_bytes=1 << 30).prepare(), parse(sys.argv[2]))"
-    )
     with stub.running() as host:
-        child = subprocess.Popen([sys.executable, "-c", program, str(store.folder), f"{host}/name:1"])
+        child = subprocess.Popen([sys.executable, "-c", PULL, str(store.folder), f"{host}/name:1"])
         while not stub.asked:
             time.sleep(0.02)
         time.sleep(0.1)
