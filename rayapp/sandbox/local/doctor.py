@@ -175,6 +175,12 @@ def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
             if entry.name.isdigit() and entry.stat().st_uid == uid:
                 stat = Path(entry.path, "stat").read_text()
                 parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    if is_nested:
+        # Processes of a pid namespace stay below the zygote, and zygotes for images share their user.
+        below = {zygote}
+        while more := {pid for pid, parent in parents.items() if parent in below} - below:
+            below |= more
+        parents = {pid: parent for pid, parent in parents.items() if pid in below}
     chain = [zygote]
     for _ in range(2 if is_nested else 1):
         chain += sorted(child for child, parent in parents.items() if parent == chain[-1])[:1]
