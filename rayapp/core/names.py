@@ -175,9 +175,6 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 UNUSED = ("is_sklearn_available", "is_scipy_available")
 """Checks that transformers makes before it imports scikit-learn (with SciPy and pandas, for assisted generation) and
 SciPy (for object detection): features that rayapp doesn't use."""
-UNUSED_BY_ACCELERATE = ("boto3",)
-"""Module that accelerate, which transformers imports, imports if it is installed: for SageMaker, and 7% of the imports'
-processor time."""
 UNUSED_BY_VLLM = ("scipy.signal", "pandas")
 """Modules that vLLM imports if they are installed, for audio and for tables of AMD's kernels."""
 
@@ -206,7 +203,7 @@ def large_imports(*absent: str) -> Iterator[None]:
 
     was_enabled = gc.isenabled()
     asked = {name: getattr(utils, name) for name in UNUSED}
-    hidden = [name for name in (*UNUSED_BY_ACCELERATE, *absent) if name not in sys.modules]
+    hidden = [name for name in absent if name not in sys.modules]
     modules: dict[str, Any] = sys.modules
     gc.disable()
     modules.update(dict.fromkeys(hidden))

@@ -29,19 +29,6 @@ def test_a_large_import_goes_without_the_collector_and_what_nothing_uses_and_lea
     assert importlib.util.find_spec("this") is not None
 
 
-def test_a_learners_imports_leave_out_boto3_which_accelerate_would_import() -> None:
-    program = """
-import sys
-from rayapp.core.names import large_imports
-with large_imports():
-    from transformers import AutoModelForCausalLM
-    assert {"accelerate", "boto3"} & {*sys.modules} == {"accelerate", "boto3"} and sys.modules["boto3"] is None
-import boto3
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a_use_for_them() -> None:
     # Modules that the driver spawns count too: Ray needs the class.
     spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_pool"
