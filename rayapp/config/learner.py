@@ -93,8 +93,9 @@ class LearnerSection(FrozenModel):
     """Number of tokens whose logits are in memory at once. The logits take log_prob_chunk_tokens x vocabulary size x 4
     bytes."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the learners, or half of that
-    if servers compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
+    """Threads of each learner on CPU. 0: the cores (or the container's quota) divided by the number of learners, and
+    half of that if servers compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
+    most 4, a larger one at most one per 32 MiB of weights."""
     step_timeout_s: float = Field(1800.0, gt=0)
     """Time limit of one training step. Learners that exceed it are replaced."""
     cpu_offload: bool = False

@@ -223,8 +223,9 @@ class ServerSection(FrozenModel):
     """Skip compilation and CUDA graphs. auto: only on CPU, where compiling adds 45 s to the start for 10% more
     speed."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the servers, or half of that if
-    learners compute at the same time (train.max_staleness above 0); at most one per 32 MiB of weights, or 4."""
+    """Threads of each server on CPU. 0: the cores (or the container's quota) divided by the number of servers, and half
+    of that if learners compute at the same time (train.max_staleness above 0); a model of less than 128 MiB gets at
+    most 4, a larger one at most one per 32 MiB of weights."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Time limit for a server to load the model and be ready."""
     request_timeout_s: float | None = Field(None, gt=0)

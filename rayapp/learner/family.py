@@ -171,10 +171,11 @@ def _check_class(architecture: Any, config: Config) -> None:
 
     if config.model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
+    text_type = architecture.get_text_config().model_type
+    alone = f" Use a checkpoint of its language model alone (model_type {text_type})."
     raise InputError(
-        f"model_type {architecture.model_type!r} can't be trained: transformers has no causal language model of it, "
-        "only models that read more than text. Use a release that has only its language model "
-        f"({architecture.get_text_config().model_type})."
+        f"model_type {architecture.model_type!r} can't be trained: transformers has no text-only causal language model "
+        f"of this type.{alone if text_type != architecture.model_type else ''}"
     )
 
 

@@ -96,8 +96,8 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherHead:
-    """Hidden states and output embedding of the teacher at the same M positions; the teacher's logits are computed in
-    chunks, too."""
+    """The teacher's hidden states at the policy's M positions, and its output embedding. Its logits are computed in
+    chunks, like the policy's."""
 
     hidden: Tensor
     """(M, H')"""
@@ -311,7 +311,7 @@ def _to_gradient(inputs: _Logits, slopes: _Slopes) -> Tensor:
         targets = (slopes.rows[pairs] - start, slopes.token_ids[pairs])
         grads.index_put_(targets, slopes.log_probs[pairs], accumulate=True)
         if (cap := options.softcap) is not None:
-            # d (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
+            # d/dx (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
             capped = logits[own].to(torch.float32, copy=True).div_(cap).tanh_()
             grads.mul_(capped.square_().neg_().add_(1.0))
         logits[own] = grads

@@ -200,7 +200,12 @@ class LoopAgent:
         return single
 
     def _player(self, agent_name: str, tools: tuple[str, ...]) -> Player:
-        """Return the loop or plug-in of this name. Raises InputError like `_loop`, or ConfigError like `player_of`."""
+        """Return the loop or plug-in of this name.
+
+        Raises:
+            InputError: no agent has this name.
+            ConfigError: the plug-in can't be made.
+        """
         check_agent_name(agent_name)
         key = agent_name or self.default, tools
         if key not in self._players:

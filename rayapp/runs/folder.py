@@ -149,7 +149,7 @@ FORMAT = 1
 
 
 def check_format(folder: Path) -> None:
-    """Check the folder's format. Raises RunFolderError: a newer version wrote the folder."""
+    """Check the folder's format. Raises RunFolderError: a newer version wrote it, or its format file is damaged."""
     file = folder / FORMAT_FILE
     if file.exists():
         check_format_text(file.read_bytes(), str(folder))

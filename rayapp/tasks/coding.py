@@ -260,10 +260,10 @@ class CodingTask(BaseModel):
 
     @property
     def demonstrated_completions(self) -> tuple[str, ...]:
-        """Demonstrations as completions of the prompt, up to and including the stop text.
+        """Demonstrations as completions of the prompt; of a `chat_prefill` prompt with the stop text.
 
         Raises:
-            ValueError: a demonstration does not begin with the prompt's prefill.
+            ValueError: a demonstration is not Python, or does not begin with the prompt's prefill.
         """
         return tuple(self._completion_of(number, code) for number, code in enumerate(self.demonstrations, start=1))
 

@@ -126,12 +126,12 @@ def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
 
 
 def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
-    """Return the servers by name.
+    """Return the servers of the JSON file `section.mcp_servers_config_path`, by name.
 
     Args:
-        beside: the tool file's folder.
+        beside: folder of the tool file, where the path is looked up first.
     Raises:
-        ConfigError: the file can't be read, or has another form.
+        ConfigError: the file can't be read, has no `mcpServers`, or an entry is wrong.
     """
     own = Path(section.mcp_servers_config_path)
     path = beside / own if (beside / own).exists() else own

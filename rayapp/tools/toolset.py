@@ -44,11 +44,11 @@ _PATTERN_TIMEOUT_S = 0.1
 
 
 def read_arguments(text: str) -> dict[str, object]:
-    """Return the arguments in a JSON text. All values can be represented in JSON, UTF-8 and floats.
+    """Parse the JSON object with a call's arguments. Its strings are valid UTF-8, and its numbers fit a float.
 
     Raises:
-        ToolFailedError: with kind `malformed`: the text is not valid JSON; with kind `bad_arguments`: no tool could
-            accept the value.
+        ToolFailedError: with kind `malformed`: the text is not valid JSON, or a value is not valid UTF-8 or does not
+            fit a float; with kind `bad_arguments`: the text is too long, not an object, or has too many values.
     """
     if len(text) > MAX_CHARS:
         raise ToolFailedError(f"the arguments are longer than {MAX_CHARS} characters", "bad_arguments")

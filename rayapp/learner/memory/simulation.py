@@ -56,9 +56,9 @@ class SimulatedLearner:
     """Bytes on one learner's GPU, without CUDA's own memory."""
 
     weights: int
-    """Shards of the policy, including frozen ones."""
+    """Parameter shards of the policy, trained or not; with LoRA most are not."""
     frozen: int
-    """Shards of the models that don't learn."""
+    """Shards of other models, which don't learn."""
     gradients: int
     optimizer: int
     """AdamW's two moments."""

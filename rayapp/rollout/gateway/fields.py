@@ -91,7 +91,7 @@ class Sampling(NamedTuple):
     distribution: dict[str, Any]
     """Given fields of `_DISTRIBUTION`."""
     options: dict[str, Any]
-    """Other given fields, which change the sampling."""
+    """The other given sampling fields whose value is not the default."""
 
 
 def sampling(body: Mapping[str, Any]) -> Sampling:

@@ -34,7 +34,7 @@ class Reference:
     name: str
     """Repository in a registry, path of a folder or archive, or name of a built image."""
     tag: str = ""
-    """Tag; in a folder or archive the name of one of several images."""
+    """Tag in a registry; for a folder or archive, the name that selects one of its images."""
     digest: str = ""
     """Digest of the manifest; empty if the name is not pinned."""
 

@@ -294,8 +294,9 @@ class LocalProvider:
         steps = "; ".join(f"{level}: {self._refused[level]}" for level in levels) or "none is built in"
         if with_loopback:
             raise IsolationUnavailableError(
-                f"this node offers no sandbox with a loopback ({steps}). Agents inside need a network namespace and "
-                "Landlock's rules for TCP (Linux 6.7): leave agent.external.inside out."
+                f"agent.external.inside: this node can't make a sandbox with a loopback ({steps}). It needs a network "
+                "namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out, so that the agent "
+                "runs outside the sandbox."
             )
         raise IsolationUnavailableError(
             f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "

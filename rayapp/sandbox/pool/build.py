@@ -175,7 +175,7 @@ async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
 
 
 class PoolHere:
-    """Interface `client.Pool` to a pool in this process."""
+    """Implementation of `client.Pool` that calls a pool in this process."""
 
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool

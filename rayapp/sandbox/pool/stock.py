@@ -424,7 +424,8 @@ class Stock:
             if item.state is not StockState.CHECKING:
                 self.retire(item)
         deadline = self.clock() + timeout_s
-        # Wait for creations: a cancelled one may leave an unknown sandbox; one that answers is ended at once.
+        # Wait for creations in progress: a cancelled creation may leave a sandbox that this stock does not know. A
+        # sandbox that arrives meanwhile is ended at once.
         await self._settle(min(timeout_s / 2, 10.0))
         for task in (*self._arrivals, *self._tasks):
             task.cancel()

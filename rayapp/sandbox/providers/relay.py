@@ -43,7 +43,8 @@ class Converse(Protocol):
 
 @asynccontextmanager
 async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loopback]:
-    """Run a relay for the length of a block; the block is cancelled when the relay fails.
+    """Run a relay for the length of a block, which is cancelled when the relay fails.
+
     Args:
         timeout_s: maximum wait until the relay listens.
     Raises:

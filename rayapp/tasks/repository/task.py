@@ -375,7 +375,7 @@ class RepositoryTask:
             also = await self._passed(tests, passed, solution, sandboxes)
             passed = [each for each in passed if each not in also] if isinstance(also, list) else also
         elif isinstance(passed, list) and len(passed) < len(wrong):
-            return found  # an ineffective sentinel, as far as one can tell without a solution
+            return found  # some sentinels can't fail; without a solution, this can't be told from forgery
         if isinstance(passed, Reward):
             return passed
         return forged(passed) if passed else found

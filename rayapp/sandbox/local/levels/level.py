@@ -1,10 +1,10 @@
-"""The interface of isolation levels, called at each point of an execution, and the level that does nothing.
+"""The interface of isolation levels, and the level without isolation. A zygote calls a level's methods so:
 
     zygote boot: enter() -> in the template, for each execution: prepare(), fork()
                               -> in the child: confine -> candidate code
                               -> in the template, when it ended: sweep()
 
-`namespaces.py` and `landlock.py` have the levels that isolate. Runs in a zygote and its template only.
+`namespaces.py` and `landlock.py` have the levels that isolate. This module runs only in a zygote and its template.
 """
 
 # Each child runs this code, and pathlib would be slower there, hence os and not pathlib.
