@@ -368,7 +368,9 @@ def choose_provider(
     if kind not in PROVIDERS:
         raise SandboxConfigError(f"unknown provider {kind!r}; use one of {', '.join(PROVIDERS)}")
     if url and kind != "mcp":
-        raise InputError(f"--url is only for provider mcp, not for {kind}. Endpoints of other providers are in --config")
+        raise InputError(
+            f"--url is only for provider mcp, not for {kind}. Endpoints of other providers are in --config"
+        )
     if kind == "local":
         return LocalProvider(levels=levels)
     if levels != LEVELS or packages:

@@ -269,5 +269,7 @@ class JudgeSection(FrozenModel):
         if self.kind == "reward_model" and (self.rubric or self.reference):
             raise ValueError("a reward_model reads no rubric and no reference: leave `rubric` and `reference` out")
         if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
-            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, which is the name of a metric")
+            raise ValueError(
+                "two criteria of the rubric have the same name, or one is called agrees, which is the name of a metric"
+            )
         return self

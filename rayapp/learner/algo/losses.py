@@ -63,7 +63,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """Inputs of the policy loss for B trajectories: rows of T response tokens, left-aligned (see module `advantages`)."""
+    """Inputs of the policy loss for B trajectories: rows of T response tokens, left-aligned (module `advantages`)."""
 
     log_probs: Tensor
     """(B, T) log-probs under the current policy, with gradient."""

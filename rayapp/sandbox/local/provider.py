@@ -295,8 +295,8 @@ class LocalProvider:
         if with_loopback:
             raise IsolationUnavailableError(
                 f"agent.external.inside: this node can't make a sandbox with a loopback ({steps}). It needs a network "
-                "namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out, so that the agent "
-                "runs outside the sandbox."
+                "namespace and Landlock's rules for TCP (Linux 6.7). Leave agent.external.inside out: then the "
+                "agent runs outside of the sandbox."
             )
         raise IsolationUnavailableError(
             f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "

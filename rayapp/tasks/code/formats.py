@@ -82,8 +82,8 @@ def as_json(ground_truth: object) -> str:
 
 
 def prime_form(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of a row of PRIME, APPS, TACO, CodeContests or LiveCodeBench to PRIME's form: `{inputs, outputs,
-    fn_name, num_public, language}`.
+    """Convert the fields of a row of PRIME, APPS, TACO, CodeContests or LiveCodeBench to PRIME's form: `{inputs,
+    outputs, fn_name, num_public, language}`.
 
     Raises:
         InputError: a field is missing or can't be read.

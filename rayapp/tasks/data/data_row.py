@@ -72,7 +72,9 @@ def parse_messages(prompt: object, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(f"{where}: a message must have a role and a content, not {message!r:.60}")
         if not isinstance(message.get("content"), str | list):
-            raise InputError(f"{where}: a message's content must be a string or a list of parts, not {message.get('content')!r:.60}")
+            raise InputError(
+                f"{where}: a message's content must be a string or a list of parts, not {message.get('content')!r:.60}"
+            )
     return tuple(_without_none(message) for message in prompt)
 
 
