@@ -126,4 +126,4 @@ def test_a_training_starts_from_the_model_that_its_warmup_ended_with(
     assert warmed_up.output.count("connecting to Ray") == 1, "the warm-up and the training share a connection"
     # The training's learning rate moves nothing.
     assert weights(warmed_up.folder) == weights(warmed_up.whole)
-    assert "has its 1 steps" in finish(train(), log)
+    assert "has completed its 1 steps" in finish(train(), log)

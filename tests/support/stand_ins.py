@@ -138,7 +138,7 @@ class SeededEngine:
     def load(self) -> dict[str, float]:
         return {}
 
-    async def sleep(self) -> bool:
+    async def sleep(self, *, keeps_requests: bool = False) -> bool:
         return False
 
     def close(self) -> None:

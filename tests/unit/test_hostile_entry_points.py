@@ -517,12 +517,15 @@ SERVERS_MADE_BY = {"Application", "Starlette", "MCPServer", "start_server", "sta
 OURS = "ours"
 """Decodes only what rayapp, the user's files or the user's services wrote, or runs inside a sandbox."""
 DECODES = {
+    "rayapp/rollout/agent/chat.py": OURS,
     "rayapp/rollout/curriculum.py": OURS,
     "rayapp/rollout/environments/openenv.py": "replies of an environment",
     "rayapp/rollout/gateway/conversation.py": "gateway",
+    "rayapp/rollout/gateway/forms.py": "unit/rollout/gateway/test_server.py",
     "rayapp/rollout/gateway/reading.py": "gateway",
     "rayapp/rollout/gateway/server.py": "gateway",
     "rayapp/rollout/gateway/session.py": "unit/rollout/gateway/test_session.py",
+    "rayapp/rollout/images.py": OURS,
     "rayapp/runs/view/server.py": "view",
     **{
         f"rayapp/sandbox/images/{name}.py": "unit/sandbox/images/test_pull.py"
@@ -554,8 +557,10 @@ DECODES = {
     "rayapp/tasks/judges/questions.py": "answers of judges",
     "rayapp/tasks/repository/folder.py": OURS,
     "rayapp/tasks/repository/hidden_tests.py": OURS,
+    "rayapp/tasks/repository/named_tests.py": "unit/tasks/test_swe.py",
     "rayapp/tasks/repository/scripts.py": "unit/tasks/test_repository.py",
     "rayapp/tasks/repository/sentinels.py": OURS,
+    "rayapp/tasks/repository/swe.py": OURS,
     "rayapp/tasks/repository/task.py": "files that agents changed",
     "rayapp/tasks/text_child.py": OURS,
     "rayapp/tools/base.py": OURS,

@@ -306,7 +306,7 @@ async def _told(sandbox: Sandbox, program: str, job: Mapping[str, Any], *, timeo
     )
     try:
         return dict(json.loads(ran.stdout))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         why = ran.stopped_for.value if ran.stopped_for else ran.error or "no answer"
         raise SandboxProtocolError(f"the repository and its tests could not be written: {why}") from None
 

@@ -263,9 +263,9 @@ def test_a_reward_that_is_not_finite_never_reaches_the_optimizer() -> None:
 def test_a_critic_and_an_unknown_name_are_refused_with_the_names_that_work() -> None:
     with pytest.raises(ConfigError, match=r"'gae' needs a critic.*rloo"):
         check_estimator("gae")
-    with pytest.raises(ConfigError, match=r"'grppo' is none of verl.*grpo"):
+    with pytest.raises(ConfigError, match=r"'grppo' is not an estimator of verl.*grpo"):
         check_estimator("grppo")
-    with pytest.raises(ConfigError, match=r"'ppo' is none of verl.*vanilla"):
+    with pytest.raises(ConfigError, match=r"'ppo' is not a policy loss of verl.*vanilla"):
         check_policy_loss("ppo")
 
 

@@ -442,7 +442,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_loaded_nor_exported(
         assert not (tmp_path / "hf").exists()
         weight[7] = float("inf")
         _write_unchecked(learner, tmp_path / "inf")
-        with pytest.raises(CheckpointDamagedError, match=r"inf holds values that are not finite in model\."):
+        with pytest.raises(CheckpointDamagedError, match=r"inf is damaged: it has values that are not finite"):
             learner.load_checkpoint(str(tmp_path / "inf"))
         assert learner.load_checkpoint(str(tmp_path / "good")) == 1  # training continues from the one before
         assert weight[7].isfinite()

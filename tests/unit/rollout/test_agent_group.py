@@ -252,7 +252,7 @@ async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(cha
 
 
 async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="no rule"):
+    with pytest.raises(InputError, match="no scoring rule"):
         await play(await agent_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
 
 

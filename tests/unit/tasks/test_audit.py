@@ -306,7 +306,8 @@ def test_the_report_is_a_page_that_shows_what_a_task_wrote_as_text() -> None:
 
     assert "2 tasks audited, 1 with findings" in page
     assert "<script>" not in page
-    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td><td>0</td><td>2/2</td>")
+    assert page.index("&lt;b&gt;bad&lt;/b&gt;") < page.index("<td>good</td><td>yes</td>")
+    assert "<td>0</td><td>2/2</td>" in page
     assert "cheat: an answer that &lt;script&gt;" in page
 
 

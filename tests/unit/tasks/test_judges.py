@@ -555,5 +555,5 @@ def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
     verdict = asyncio.run(score_answer(answer, rewards, None))  # type: ignore[arg-type]  # it needs no sandbox
     assert verdict.valid
     assert "solved" not in verdict.terms
-    with pytest.raises(InputError, match="'essays' has no rule"):
+    with pytest.raises(InputError, match="'essays' has no scoring rule"):
         answer_rewards(Config.model_validate(beside)).truth_kind("essays")

@@ -592,7 +592,7 @@ async def test_more_sandboxes_than_slots_are_a_quota_error(provider: LocalProvid
     await new(provider)
     await new(provider)
 
-    with pytest.raises(SandboxQuotaError, match="all 2 local slots"):
+    with pytest.raises(SandboxQuotaError, match="all 2 local sandboxes are in use"):
         await new(provider)
 
 
