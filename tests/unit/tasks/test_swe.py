@@ -228,6 +228,7 @@ def test_only_some_rows_are_taken_and_a_source_is_no_file_of_rows(tmp_path: Path
 
 @real
 @pytest.mark.slow
+@pytest.mark.usefixtures("namespaces")
 async def test_an_image_may_have_the_repository_and_its_tests_tools(
     images: MachineImages, mirrors: Path, tmp_path: Path
 ) -> None:
