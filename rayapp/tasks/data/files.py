@@ -81,7 +81,7 @@ def as_parquet(path: Path, cache: Path) -> Path:
     written = cache / f"{path.stem}-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
     if written.exists():
         return written
-    rows = _json_rows(content, path)
+    rows = json_rows(content, path, columns=COLUMNS)
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -93,7 +93,14 @@ def as_parquet(path: Path, cache: Path) -> Path:
     return written
 
 
-def _json_rows(content: bytes, path: Path) -> list[dict[str, Any]]:
+def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the rows of a .jsonl or .json file.
+
+    Args:
+        columns: columns that the error names.
+    Raises:
+        InputError: the content is not JSON, or not a list of mappings.
+    """
     try:
         text = content.decode()
         is_lines = path.suffix == ".jsonl"
@@ -101,7 +108,8 @@ def _json_rows(content: bytes, path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: a list of rows was expected, each a mapping with {', '.join(COLUMNS)}")
+        wanted = f" with {', '.join(columns)}" if columns else ""
+        raise InputError(f"{path}: a list of rows was expected, each a mapping{wanted}")
     return rows
 
 

@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rayapp.config.agent import SWE
 from rayapp.core.errors import InputError
-from rayapp.core.files import json_lines
 from rayapp.core.validation import explain
 from rayapp.sandbox.images.reference import PREFIX
+from rayapp.tasks.data.files import json_rows
 from rayapp.tasks.repository.folder import Own, TaskFolder
 from rayapp.tasks.repository.named_tests import PYTHONS, NamedTests, pytest_files
 from rayapp.tasks.repository.scripts import SOLVE
@@ -198,22 +198,18 @@ def _judge_rows(source: str, bad: list[str], num_good: int, max_bad_ratio: float
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise InputError(f"{SWE}{path}: the file must be .parquet, .jsonl or .json")
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            rows: Any = pq.read_table(path).to_pylist()
-        elif path.suffix in (".jsonl", ".json"):
-            text = path.read_text(encoding="utf-8")
-            is_lines = path.suffix == ".jsonl"
-            rows = [row for _, row in json_lines(text.split("\n"), str(path))] if is_lines else json.loads(text)
-        else:
-            raise InputError(f"{SWE}{path}: the file must be .parquet, .jsonl or .json")
+            rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+            return rows
+        content = path.read_bytes()
     except (OSError, ValueError) as error:
         raise InputError(f"{SWE}{path} can't be read: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{SWE}{path}: a list of rows was expected, each a mapping")
-    return rows
+    return json_rows(content, path)
 
 
 def _first(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
