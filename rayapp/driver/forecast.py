@@ -111,7 +111,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds of everything that the stand-ins do."""
+    """Seconds that each stand-in's work takes, and the limits of a server."""
 
     decode: Callable[[int, float], float]
     """Seconds of a decoding step, by number of sequences and their tokens in the KV cache."""
@@ -227,7 +227,7 @@ def plays_of(config: Config, lengths: str, tool_s: float) -> Plays:
 
 
 class Trace:
-    """Lengths of a recorded run: each group is a recorded one, in their order, over and over.
+    """Lengths of a recorded run: each group is a recorded group, in their order; the first follows the last.
 
     Args:
         folder: run folder, with `trajectories/`.
@@ -259,16 +259,17 @@ def _recorded(group: Group) -> list[Play]:
 
 
 def _play(trajectory: Trajectory) -> Play:
-    turns, ends = trajectory.turns, [turn.start for turn in trajectory.turns[1:]] + [trajectory.token_ids.size]
+    turns, verdict_s = trajectory.turns, trajectory.reward.time_score_s
+    ends = [*(turn.start for turn in turns[1:]), trajectory.token_ids.size]
     return Play(
         turns[0].start,
         tuple(
             Turn(
                 turn.end - turn.start,
-                sum(call.duration_s for call in turn.calls) + (trajectory.reward.time_score_s if is_last else 0.0),
+                sum(call.duration_s for call in turn.calls) + (verdict_s if turn is turns[-1] else 0.0),
                 end - turn.end,
             )
-            for turn, end, is_last in zip(turns, ends, [*[False] * (len(turns) - 1), True], strict=True)
+            for turn, end in zip(turns, ends, strict=True)
         ),
     )
 
@@ -493,7 +494,7 @@ class SimulatedAgent:
     async def play(
         self, problem: Problem, *, engine: Any, sampling: SamplingParams, request_id: RequestId
     ) -> Trajectory:
-        play, turns, size = self.plays[request_id.trajectory], list[TurnRecord](), 0
+        play, turns = self.plays[request_id.trajectory], list[TurnRecord]()
         size = play.num_prompt
         mask = np.zeros(play.num_tokens, np.bool_)
         for number, turn in enumerate(play.turns):

@@ -101,8 +101,12 @@ def _shown(value: float | None) -> str:
 class RunSet:
     """Runs that differ only in their seed."""
 
-    name: str
     runs: list[RecordedRun] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the first run, with the number of seeds if there are several."""
+        return f"{self.runs[0].name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.runs[0].name
 
     @property
     def config(self) -> dict[str, Any]:
@@ -116,11 +120,8 @@ def sets_of(runs: Sequence[RecordedRun]) -> list[RunSet]:
     for number, run in enumerate(runs):
         own = {key: value for key, value in run.config.items() if key not in OF_A_SEED}
         key = json.dumps(own, sort_keys=True, default=str) if own else str(number)
-        found.setdefault(key, RunSet(name=run.name)).runs.append(run)
-    return [
-        RunSet(name=f"{each.name} ({len(each.runs)} seeds)" if len(each.runs) > 1 else each.name, runs=each.runs)
-        for each in found.values()
-    ]
+        found.setdefault(key, RunSet()).runs.append(run)
+    return list(found.values())
 
 
 def differences(sets: Sequence[RunSet]) -> list[tuple[str, list[str]]]:

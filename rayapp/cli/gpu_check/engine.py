@@ -21,7 +21,7 @@ from rayapp.learner.memory.shape import GIB
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """Maximum mean difference over tokens; differences from bfloat16's summation order are smaller."""
 MAX_FP8_DIFFERENCE = 0.3
-"""The same for weights, keys and values of 8 bits, which the correction of each token allows for."""
+"""Maximum mean difference over tokens with 8-bit weights, keys and values. Each token's correction allows for it."""
 PROMPT_TOKENS = 64
 KEPT_S = 120.0
 

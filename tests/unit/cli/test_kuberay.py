@@ -313,7 +313,7 @@ def test_pods_with_gpus_get_what_nccl_needs_between_nodes_and_the_head_does_not(
 
 
 def test_pods_may_get_what_sandboxes_on_images_need() -> None:
-    """That the profile is enough is tried with a real sandbox, in a process that has only what the profile permits."""
+    """Another test runs a real sandbox in a process that has only what the profile permits."""
     plain = rayjob()["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     settings = {"isolation": {"hostUsers": False, "seccompProfile": "sandboxes.json"}}
     made = rayjob(settings)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
