@@ -236,7 +236,7 @@ def checkpoint_to_adapter(config: Config, learner_folder: Path, out: Path) -> No
         target_modules=sorted({name.removeprefix(_WEIGHTS).partition(ADAPTER)[0] for name in held}),
         base_model_name_or_path=config.model.path,
         task_type="CAUSAL_LM",
-    ).save_pretrained(out)
+    ).save_pretrained(str(out))
 
 
 def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
