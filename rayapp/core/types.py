@@ -1,5 +1,5 @@
-"""Data types that the parts of a run exchange: frozen and slotted, with numpy arrays, and no methods except derived
-values.
+"""Data types that the parts of a run exchange: frozen and slotted dataclasses of numpy arrays, with no methods except
+for derived values.
 
 Numpy arrays are zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group. A *trajectory* is one
 full sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the policy saw them. Token in,
@@ -20,32 +20,32 @@ Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.unsignedinteger[Any]]
-"""Expert indices, in the narrowest type that holds them."""
+"""Indices of experts (MoE), in the narrowest integer type that holds them."""
 FinishReason = Literal["stop", "length"]
-"""End of a completion: a stop token or text, or the limit of tokens. If the engine aborts a completion, an
-`EngineError` is raised."""
+"""Reason why a completion ended: a stop token or stop text, or the limit of tokens. If the engine aborts a completion,
+an `EngineError` is raised."""
 
 
 class RequestId(NamedTuple):
-    """Name of one request to an engine. Ids sort by purpose, then the oldest group first.
+    """Id of one request to an engine. Ids sort by purpose, then the oldest group first.
 
-    `str()` is the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
+    `str()` gives the text for vLLM and for logs: `group=7/trajectory=2/turn=0`. No module parses this text.
     """
 
     purpose: Literal["group", "eval", "serve"]
-    """Use of the completion; only `group` is trained on. Evaluation and training share neither a server's queue nor its
-    prefix cache."""
+    """Use of the completion; only `group` is trained on. Evaluation and training use separate queues and prefix caches
+    in each server."""
     group: int
     trajectory: int = -1
-    """-1: the request belongs to no trajectory, as in `serve`."""
+    """Index of the trajectory in its group; -1 if the request belongs to no trajectory, as for `serve`."""
     side: int = -1
-    """Number of a call that an external agent makes beside its recorded conversations; -1: recorded."""
+    """Number of an external agent's call that is not recorded in its trajectory; -1 for recorded calls."""
     turn: int = -1
-    """-1: the only turn of its trajectory."""
+    """Turn of the trajectory; -1 if the trajectory has only one turn."""
 
     @property
     def is_first_turn(self) -> bool:
-        """True for requests that start together with others, as a cohort."""
+        """True for the first request of a trajectory. The first requests of a cohort start together."""
         return self.turn <= 0
 
     def __str__(self) -> str:
@@ -73,11 +73,14 @@ class SamplingParams:
     """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
     the same tokens."""
     num_routed: int = 0
-    """With `learner.router_replay`: number of leading prompt tokens whose experts are known and not returned again."""
+    """With `learner.router_replay`: number of leading prompt tokens whose experts are known already, so they are not
+    returned."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
-    """Form of the completion, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty: any."""
+    """Form that the completion must have, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty:
+    any."""
     wants_allowed: bool = False
-    """With `structured_outputs`: return the tokens that the form allowed, which training needs."""
+    """With `structured_outputs`: return which tokens of the vocabulary the form allowed at each position. Training
+    needs them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
@@ -98,15 +101,15 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedTokens:
-    """Tokens that the form of a structured output allowed in the place of each of T tokens."""
+    """Tokens of the vocabulary that the form of a structured output allowed at each of T positions."""
 
     masks: Int32Array
-    """(K, W) distinct masks of the vocabulary: token t is allowed if bit t % 32 of word t // 32 is set."""
+    """(K, W) distinct masks of the vocabulary: token id t is allowed if bit t % 32 of word t // 32 is set."""
     mask_of: Int32Array
-    """(T,) index of each token's mask; -1: every token was allowed."""
+    """(T,) index of each position's mask; -1: every token was allowed."""
 
     def of(self, tokens: Any) -> AllowedTokens:
-        """Return the masks of some of the tokens, chosen by a numpy index."""
+        """Return the masks of the positions that a numpy index selects."""
         return AllowedTokens(masks=self.masks, mask_of=self.mask_of[tokens])
 
 
