@@ -87,6 +87,8 @@ class SamplingParams:
     """Report tokens while the completion is sampled."""
     num_top_log_probs: int = 0
     """Number of likeliest tokens to return at each sampled token; see `Completion.top_log_probs`."""
+    adapter: str = ""
+    """Name of an adapter of `rayapp serve` that samples in the policy's place; empty: the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
