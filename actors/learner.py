@@ -75,7 +75,9 @@ class ServersClient:
         )
 
     def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
-        """Return each server with its init info. The ranks in it are distinct, while vLLM gives rank 1 to every server."""
+        """Return each server with its init info. The ranks in it are distinct, while vLLM gives rank 1 to every
+        server.
+        """
         if "rank_offset" not in init_info:
             return [(server, init_info) for server in self._servers]
         offsets = self._plan.rank_offsets

@@ -198,7 +198,9 @@ def spawn_pool(config: Config) -> SandboxPoolHandle:
 
 
 async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnection, timeout_s: float) -> None:
-    """Wait until the pool is ready. Before that, give it a reaper if both its sandboxes and Ray may outlive the driver."""
+    """Wait until the pool is ready. Before that, give it a reaper if both its sandboxes and Ray may outlive the
+    driver.
+    """
     # Local sandboxes and those of an MCP session end with their process; our own Ray ends with the driver.
     has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
     if has_lasting and not session.is_own:

@@ -88,7 +88,9 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Handles of a run's actors, which are all ready. When processes are replaced, only the handles of learners change."""
+    """Handles of a run's actors, which are all ready. When processes are replaced, only the handles of learners
+    change.
+    """
 
     config: Config
     pool: SandboxPoolHandle

@@ -117,7 +117,9 @@ async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: R
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
 ) -> StoredGroup[Any] | None:
-    """Return the samples of one prompt. Return None if the prompt fails during a run, because the step must continue."""
+    """Return the samples of one prompt. Return None if the prompt fails during a run, because the step must
+    continue.
+    """
     try:
         summary, ref = await generate(
             cluster,

@@ -180,7 +180,9 @@ class Plays(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """One turn of log-normal length. Half of the variance is between prompts, half between the completions of a prompt."""
+    """One turn of log-normal length. Half of the variance is between prompts, half between the completions of a
+    prompt.
+    """
 
     num_prompt: int
     median: float

@@ -132,7 +132,9 @@ class CheckpointSaver:
             raise
 
     async def finish(self) -> None:
-        """Wait until no checkpoint is being written. Raises CheckpointError or StorageFullError: it can't be written."""
+        """Wait until no checkpoint is being written. Raises CheckpointError or StorageFullError: it can't be
+        written.
+        """
         if self._writing is None:
             return
         # If the caller is cancelled, the save continues: `finish` is called again, or `close` abandons it.

@@ -269,7 +269,9 @@ class _Deadline:
 
 
 class _TimedPattern:
-    """Pattern of the package regex, which all of vLLM's parsers use, with the deadline as the timeout of its searches."""
+    """Pattern of the package regex, which all of vLLM's parsers use, with the deadline as the timeout of its
+    searches.
+    """
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern

@@ -339,7 +339,9 @@ def _narrow_gradient(
 
 
 def _first_head(summed: Tensor, groups: int) -> Tensor:
-    """Expand (Hkv, K, D) to (Hkv, G, K, D) float32: the values in the first of the G heads, zeros in the other heads."""
+    """Expand (Hkv, K, D) to (Hkv, G, K, D) float32: the values in the first of the G heads, zeros in the other
+    heads.
+    """
     spread = summed.new_zeros(summed.shape[0], groups, *summed.shape[1:], dtype=torch.float32)
     spread[:, 0] = summed
     return spread

@@ -58,7 +58,9 @@ def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Pairs (position, next token) to score: P pairs over M positions, because several tokens may follow one position."""
+    """Pairs (position, next token) to score: P pairs over M positions, because several tokens may follow one
+    position.
+    """
 
     rows: Tensor
     """Index of each pair's position among the M positions, ascending, (P,)."""

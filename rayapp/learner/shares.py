@@ -106,7 +106,9 @@ def _teaches(summary: GroupSummary, config: Config) -> bool:
 
 
 def _ranks(rows: Sequence[_Row], num_ranks: int) -> list[int]:
-    """Return the rank of each row. Each rank gets consecutive rows, and the busiest rank has as few tokens as possible."""
+    """Return the rank of each row. Each rank gets consecutive rows, and the busiest rank has as few tokens as
+    possible.
+    """
     low, high = 0, sum(row.num_tokens + row.num_shared for row in rows)
     while low < high:
         middle = (low + high) // 2

@@ -302,7 +302,9 @@ class _Step:
         return stack_rows([rows[int(row)] for row in table.trained_rows], width)
 
     def _score(self, items: Sequence[TrainItem]) -> None:
-        """Compute the log-probs that the update itself does not compute: old log-probs, and log-probs of frozen models."""
+        """Compute the log-probs that the update itself does not compute: old log-probs, and log-probs of frozen
+        models.
+        """
         learner = self.learner
         # Scoring is collective, so all ranks must decide alike. Decide by the config and not by `self.old`, which is
         # empty on a rank that has only failed groups.

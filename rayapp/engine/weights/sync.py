@@ -97,7 +97,9 @@ class Carrier(Protocol):
         ...
 
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
-        """Return references to buckets with the weights of the last sync, for one server; empty before the first sync."""
+        """Return references to buckets with the weights of the last sync, for one server; empty before the first
+        sync.
+        """
         ...
 
 

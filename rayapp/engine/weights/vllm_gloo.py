@@ -123,7 +123,9 @@ def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: C
 
 
 def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
-    """Yield the positions of tensors that are sent together: at most bucket_bytes in total, or a single larger tensor."""
+    """Yield the positions of tensors that are sent together: at most bucket_bytes in total, or a single larger
+    tensor.
+    """
     start, filled = 0, 0
     for position, size in enumerate(sizes):
         if position > start and filled + size > bucket_bytes:

@@ -101,7 +101,9 @@ class KlPenalty(NamedTuple):
 def kl_penalty_of(
     kl: Tensor, num_response_tokens: NDArray[np.int64], coef: float, section: KlInRewardSection
 ) -> KlPenalty:
-    """Multiply the KL of every token (B, T) by the coefficient, and let verl's controller compute the next coefficient."""
+    """Multiply the KL of every token (B, T) by the coefficient, and let verl's controller compute the next
+    coefficient.
+    """
     import torch
     from verl.trainer.config import KLControlConfig
     from verl.trainer.ppo.core_algos import get_kl_controller

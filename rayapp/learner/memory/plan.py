@@ -161,7 +161,9 @@ class GpuPlan:
 
     @property
     def sending(self) -> int:
-        """Bytes on the learner's GPU while weights are sent. A server that shares the GPU has no KV cache at that time."""
+        """Bytes on the learner's GPU while weights are sent. A server that shares the GPU has no KV cache at that
+        time.
+        """
         server = self.server.asleep + self.server.weights if self.is_shared else 0
         return self.learner.giving + self.transfer + server
 

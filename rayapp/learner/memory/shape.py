@@ -89,7 +89,9 @@ def gpu_called(name: str) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no such GPU."""
+    """Return the kind of this machine's first GPU; None without a GPU. Raises: InputError: the table has no such
+    GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -191,7 +191,9 @@ def score(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = N
 
 
 def train(shape: ModelShape, config: Config, gpu: Gpu, load: StepLoad | None = None) -> Speed:
-    """Estimate forward and backward over the whole step. Frozen weights have no gradient, which saves a matrix product."""
+    """Estimate forward and backward over the whole step. Frozen weights have no gradient, which saves a matrix
+    product.
+    """
     backward = 1.0 if shape.num_adapter_parameters else 2.0
     again = 1.0 if config.learner.activation_checkpointing else 0.0
     forward, backward_passes = _passes(config)

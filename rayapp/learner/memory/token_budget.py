@@ -251,7 +251,9 @@ def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: in
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
-    """Return this rank's part of the free memory, minus the memory for AdamW's moments, which the first step allocates."""
+    """Return this rank's part of the free memory, minus the memory for AdamW's moments, which the first step
+    allocates.
+    """
     trained = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)

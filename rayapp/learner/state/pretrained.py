@@ -240,7 +240,9 @@ def _is_stack(converter: Any) -> bool:
 
 
 def own_rows(tensor: Tensor) -> Any:
-    """Return the rows of the full tensor that this rank holds: a slice of the first dimension, or `...` for all rows."""
+    """Return the rows of the full tensor that this rank holds: a slice of the first dimension, or `...` for all
+    rows.
+    """
     if not isinstance(tensor, DTensor):
         return ...
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
