@@ -134,7 +134,11 @@ class PoolActor(Restartable):
         if left:
             # Don't dismiss the reaper: when heartbeats stop, it ends the sandboxes, and retries for longer than this
             # process can.
-            log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
+            log.error(
+                "%d sandboxes may be left; list them with: rayapp sandbox reap --run %s --dry-run",
+                len(left),
+                self._run_name,
+            )
         elif self._reaper is not None:
             reaper, self._reaper = self._reaper, None
             try:

@@ -187,7 +187,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "If the learning rate is constant, raise train.num_steps to train more steps. For a new run, choose "
                 "another run.name."
             )
             return

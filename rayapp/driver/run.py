@@ -170,8 +170,8 @@ async def restore(
             continue
         if version != checkpoint.version:
             raise CheckpointError(
-                f"{checkpoint.path} holds the weights of step {version} instead of its own step: delete this "
-                "checkpoint, or its run."
+                f"{checkpoint.path} holds the weights of step {version}, which is not the step in its name: delete "
+                "this checkpoint, or the whole run."
             )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)

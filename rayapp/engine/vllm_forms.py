@@ -58,7 +58,9 @@ class FormReader:
             grammar.fill_bitmask(row, 0)
             mask_of[place] = numbers.setdefault(row.numpy().tobytes(), len(numbers))
             if not grammar.accept_tokens(request_id, [token]):
-                raise EngineError(f"{request_id}: its form does not allow token {token} at {place}, which was sampled")
+                raise EngineError(
+                    f"{request_id}: token {token} was sampled at {place}, but the request's form does not allow it"
+                )
         masks = np.frombuffer(b"".join(numbers), np.int32).reshape(len(numbers), -1)
         return AllowedTokens(masks=masks, mask_of=mask_of)
 
