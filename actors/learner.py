@@ -124,7 +124,7 @@ class Learner:
 
     Args:
         config: config of the run.
-        rank: N of the name.
+        rank: number in the actor's name.
         world_size: number of learners.
         master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
     """

@@ -46,7 +46,7 @@ class RolloutWorker(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         servers: every vLLM server.
         pool: pool that leases sandboxes.
         given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.

@@ -61,7 +61,9 @@ class PoolActor(Restartable):
         await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
-        """End sandboxes of an earlier run of this name on this host, then start the housekeeping. Returns `stats`."""
+        """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work. Returns the
+        metrics of `stats`.
+        """
         if not self._chores:
             await self._sweep(stray_after_s=0.0)
             self._chores = [

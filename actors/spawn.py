@@ -1,10 +1,10 @@
 """The table of all Ray actors. Only this module calls `ray.remote`.
 
 role             class           name in the dashboard    restarts by Ray
-sandbox pool     PoolActor       sandbox-pool             any: the driver counts them, and makes each ready again
-rollout worker   RolloutWorker   rollout-worker-N         any: likewise; its groups are issued again
-vLLM server      VllmServer      vllm-server-N            any: likewise; it must be synced before it serves
-model server     ModelServer     model-server-NAME        any: likewise; it listens at the same address
+sandbox pool     PoolActor       sandbox-pool             any, counted by the driver, which makes the pool ready again
+rollout worker   RolloutWorker   rollout-worker-N         any, counted by the driver; its groups are issued again
+vLLM server      VllmServer      vllm-server-N            any, counted by the driver; it must be synced before it serves
+model server     ModelServer     model-server-NAME        any, counted by the driver; it listens at the same address
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, so the driver can't restart it
 

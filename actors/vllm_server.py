@@ -55,7 +55,7 @@ class VllmServer(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
         adapters: adapters that requests may name: name -> folder in peft's form.
         start_engine: starts the engine; by default `VllmEngine.start`.

@@ -65,7 +65,7 @@ class FormReader:
         return AllowedTokens(masks=masks, mask_of=mask_of)
 
     def _grammar(self, sampling: SamplingParams) -> Any:
-        """Return the form's grammar before its first token, as vLLM's engine makes it."""
+        """Return the grammar of the form in its initial state, made as vLLM's engine makes it."""
         from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
         from vllm.v1.structured_output.request import get_structured_output_key
 
