@@ -64,6 +64,7 @@ class OpenDoor:
     """Opens a session for each call that has a valid key; the session ends with the call.
     Args:
         keys: valid keys. Conversations are continued only with the key that began them.
+        adapters: names of the engine's adapters.
         max_requests: maximum calls of one key at once; further calls get status 429.
     """
 
@@ -74,9 +75,10 @@ class OpenDoor:
         sampling: SamplingParams,
         keys: Sequence[str],
         *,
+        adapters: Sequence[str] = (),
         max_requests: int = MAX_REQUESTS,
     ) -> None:
-        self._formats, self._engine, self._sampling = formats, engine, sampling
+        self._formats, self._engine, self._sampling, self.adapters = formats, engine, sampling, adapters
         self._keys = {key: Replies(_KEPT_CHARS // len(keys)) for key in keys}
         self._max_requests = max_requests
         self._running = Counts[str]()
@@ -99,6 +101,7 @@ class OpenDoor:
             follows_requests=True,
             request_id=RequestId("serve", uuid.uuid4().int),
             replies=self._keys[key],
+            adapters=self.adapters,
         )
         self._running[key] += 1
         try:
@@ -143,6 +146,7 @@ async def open_to_all(
     sampling: SamplingParams,
     keys: Sequence[str],
     sockets: Sequence[socket.socket],
+    adapters: Sequence[str] = (),
     max_connections: int = 0,
     max_requests: int = MAX_REQUESTS,
 ) -> AsyncIterator[str]:
@@ -153,10 +157,11 @@ async def open_to_all(
         sampling: limit of a call's prompt and answer together, and defaults of requests.
         keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
+        adapters: names of the engine's adapters, each a model of its own.
         max_connections: maximum connections at once; 0: half of the descriptors of this process, at most 1024.
         max_requests: maximum calls of one key at once.
     """
-    door = OpenDoor(formats, engine, sampling, keys, max_requests=max_requests)
+    door = OpenDoor(formats, engine, sampling, keys, adapters=adapters, max_requests=max_requests)
     listening = Listening(open_application(door, model), max_connections=max_connections)
     try:
         await listening.start(sockets)
@@ -167,7 +172,7 @@ async def open_to_all(
 
 def open_application(door: OpenDoor, model: str) -> web.Application:
     """Return the web application of the server of `rayapp serve`."""
-    app = Api(door, model=model).application()
+    app = Api(door, model=model, adapters=door.adapters).application()
     app.middlewares.append(door.count)
 
     async def metrics(request: web.Request) -> web.Response:
