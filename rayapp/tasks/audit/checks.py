@@ -1,6 +1,7 @@
-"""The checks of a task audit. Each check scores answers like training and reports findings.
+"""The checks of a task audit. Each check scores answers as training does, and reports findings.
 
-If infrastructure fails and a verdict is missing, the report has a separate finding: it is no evidence about the task.
+If infrastructure fails, so that a verdict is missing, the report has a finding of the kind `verdict`: the failure says
+nothing about the task.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Check = Literal[
     "duplicate", "verdict",
 ]  # fmt: skip
 SLOW_SHARE = 0.5
-"""Maximum fraction of the time limit that the solution's tests may take. With more, right answers would fail on a busy
-machine."""
+"""Maximum fraction of the time limit that the solution's tests may take. Slower tests would fail right answers on a
+busy machine."""
 _TRIVIAL_SEEDS = range(3)
 _MOST_FAILED_SEEDS = 3
 """Maximum number of seeds for which a failed solution is run test by test, to name the failed tests."""
@@ -41,7 +42,7 @@ _FAULTS: dict[str, tuple[Check, ...]] = {
     "time_dependent": ("clock", "slow"),
     "network_dependent": ("network",),
 }
-"""Property of a task in the report -> checks that find it."""
+"""Fault of a task, as the report names it -> checks whose findings show this fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +61,25 @@ class TaskReport:
     task: str
     kind: str
     nothing: float | None = None
-    """Highest reward of a no-op or empty answer."""
+    """Highest reward of the no-op and empty answers."""
     solution: str = ""
-    """Number of runs in which the solution earned 1, and of all runs, e.g. `20/20`; `none` if the task has no
-    solution.
+    """Number of runs in which the solution earned 1, and number of all runs, e.g. `20/20`; `none` without a solution.
     """
     trivial: float | None = None
-    """Highest mean reward, over a few seeds, of a trivial answer."""
+    """Mean reward over a few seeds of the trivial answer that scores highest."""
     trivial_answer: str = ""
     cheats: str = ""
-    """Number of cheats that earned a reward, and of all cheats, e.g. `0/17`."""
+    """Number of cheats that earned a reward, and number of all cheats, e.g. `0/17`."""
     solve_rate: float | None = None
-    """Share of a policy's trajectories that solved the task; None if none is given."""
+    """Share of a policy's trajectories that solved the task; None if no trajectories were given."""
     findings: tuple[AuditFinding, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def properties(self) -> dict[str, bool | None]:
-        """Return property -> whether the task has it: solvable (None without a solution), cheatable, flaky,
-        order_dependent, time_dependent, network_dependent."""
+        """Return property -> True if the task has it. The properties are solvable (None without a solution), cheatable,
+        flaky, order_dependent, time_dependent and network_dependent.
+        """
         found = {finding.check for finding in self.findings}
         earned, _, runs = self.solution.partition("/")
         faults = {name: bool(found & set(checks)) for name, checks in _FAULTS.items()}
@@ -90,8 +91,8 @@ class Auditor:
     """Audits one task.
 
     Args:
-        runs: number of times that the solution and no-op answers are scored, each time with another seed.
-        max_trivial: maximum reward of a trivial answer; a higher one is a finding.
+        runs: number of seeds with which the solution and the no-op answers are scored.
+        max_trivial: maximum reward of a trivial answer; a higher reward is a finding.
     """
 
     subject: Subject

@@ -138,7 +138,7 @@ def _share_of(problem: CodeProblem) -> Score:
 async def _run_tests(
     problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
 ) -> tuple[TestRun, ...]:
-    """Run all tests, not only the ones that the seed draws."""
+    """Run all tests of the problem: the seed is ignored."""
     ran = await problem.each_test(text, sandboxes)
     return tuple(
         TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
