@@ -196,8 +196,8 @@ def _rule(data_source: str) -> AnswerRule:
     if rule is None:
         raise InputError(
             f"data_source {data_source!r} has no scoring rule in rayapp. Data sources with a rule are "
-            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If its "
-            "rows are code problems, add it to "
+            f"{', '.join(NAMES)}; rules of verl that evaluate the policy's text in the trainer are not used. If the "
+            "rows are code problems, add this data_source to "
             "reward.code.sources (docs/datasets.md); otherwise name your own reward function in reward.custom "
             "(docs/data.md)"
         )

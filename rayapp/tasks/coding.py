@@ -277,7 +277,7 @@ class CodingTask(BaseModel):
         if not text.startswith(self.answer_prefix) or parse(code) is None:
             raise ValueError(
                 f"demonstration {number} begins with {text[: len(self.answer_prefix) + 20]!r}: it must be Python that "
-                f"begins with {self.answer_prefix!r}, like the answer"
+                f"begins with {self.answer_prefix!r}, like the answer that the prompt begins"
             )
         return text[len(self.answer_prefix) :]
 

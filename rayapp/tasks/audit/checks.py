@@ -139,7 +139,7 @@ class Auditor:
         except SandboxConfigError:
             raise
         except (SandboxError, UnusableWorkError) as error:
-            self._found("verdict", f"its solution could not be made: {type(error).__name__}: {error}")
+            self._found("verdict", f"the solution could not be made: {type(error).__name__}: {error}")
 
     def _found(self, check: Check, detail: str) -> None:
         self._findings.append(AuditFinding(task=self.subject.name, check=check, detail=detail))
@@ -181,7 +181,7 @@ class Auditor:
         runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(run_tests, seed)]
         if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
             self._found(
-                "network", f"it needs the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
+                "network", f"tests need the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
             )
         named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
         return f"; {'; '.join(named)}" if named else ""
@@ -194,14 +194,14 @@ class Auditor:
         except SandboxConfigError:
             raise
         except SandboxError as error:
-            self._found("verdict", f"its tests, one by one: {type(error).__name__}: {error}")
+            self._found("verdict", f"the tests can't be run one by one: {type(error).__name__}: {error}")
             return ()
 
     def _slow(self, runs: Sequence[TestRun]) -> None:
         limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
         if self.subject.is_limit_of_all and runs:
             slowest = max(runs, key=lambda run: run.seconds)
-            runs = [replace(slowest, name=f"all tests, the slowest {slowest.name}", seconds=total_s)]
+            runs = [replace(slowest, name=f"all tests (slowest: {slowest.name})", seconds=total_s)]
         for run in runs:
             if limit_s and run.seconds > limit_s * SLOW_SHARE:
                 self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
@@ -225,7 +225,7 @@ class Auditor:
             shares[answer.name] = await self._share(answer)
         guess = max(shares, key=lambda name: shares[name], default="")
         if guess and shares[guess] > self.max_trivial:
-            self._found("trivial", f"`{guess}` is worth {shares[guess]:.2f}, more than {self.max_trivial:g}")
+            self._found("trivial", f"`{guess}` earns {shares[guess]:.2f}, more than {self.max_trivial:g}")
         return shares.get(guess), guess if shares.get(guess) else ""
 
     async def _share(self, answer: Attempt) -> float:
@@ -248,7 +248,7 @@ class Auditor:
         subject = self.subject
         is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
         if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
-            self._found("oracle", "its prompt holds text of the solution or of the hidden tests")
+            self._found("oracle", "the prompt contains text of the solution or of the hidden tests")
         if subject.workspace is None:
             return
         try:
@@ -256,10 +256,10 @@ class Auditor:
         except SandboxConfigError:
             raise
         except SandboxError as error:
-            self._found("verdict", f"the search for the oracle: {type(error).__name__}: {error}")
+            self._found("verdict", f"the search for leaks failed: {type(error).__name__}: {error}")
             return
         for path in places_of(subject.secrets, texts, subject.public):
-            self._found("oracle", f"{path} in its sandbox holds text of the solution or of the hidden tests")
+            self._found("oracle", f"{path} in the agent's sandbox contains text of the solution or of the hidden tests")
 
 
 def _is_solved(reward: Reward) -> bool:
@@ -270,7 +270,8 @@ def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
     """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
     found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
     return [
-        AuditFinding(task=name, check="duplicate", detail=f"its prompt equals that of {first}") for name, first in found
+        AuditFinding(task=name, check="duplicate", detail=f"the prompt equals the prompt of {first}")
+        for name, first in found
     ]
 
 
@@ -341,5 +342,5 @@ def _unusable(subject: Subject, why: str) -> TaskReport:
 
 def _with_others(report: TaskReport, twice: Sequence[AuditFinding], alike: dict[str, str]) -> TaskReport:
     mine = tuple(finding for finding in twice if finding.task == report.task)
-    notes = report.notes | ({"tests": f"the same as {alike[report.task]}'s"} if report.task in alike else {})
+    notes = report.notes | ({"tests": f"the same tests as in {alike[report.task]}"} if report.task in alike else {})
     return replace(report, findings=(*report.findings, *mine), notes=notes)

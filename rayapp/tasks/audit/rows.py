@@ -93,7 +93,7 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
     function, language = tests.function, tests.language
     solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
-    notes = {} if reference else {"solution": "the data has none"}
+    notes = {} if reference else {"solution": "the data set has no solution"}
     if language is not None:
         nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
         return Subject(

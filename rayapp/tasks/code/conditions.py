@@ -347,7 +347,7 @@ def _function_of(tests: Sequence[ast.Module]) -> str:
     inside = [node for test in asserted for node in ast.walk(test)]
     called = [node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     if not called:
-        raise InputError("its tests assert nothing about a function")
+        raise InputError("no assert in its tests calls a function")
     return next((name for name in called if name not in _OF_PYTHON), called[0])
 
 

@@ -11,7 +11,8 @@ docs/datasets.md lists where these rules differ from the data sets' own graders,
 
 Tests are made by `formats.py` from a data row, and run by `scoring.py`. Only programs, standard input and arguments
 enter a sandbox; expected values stay outside. Only an `InsideTest` takes its expected values into the sandbox; its
-verdicts are marked as forgeable. """  # noqa: E501
+verdicts are marked as forgeable.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def missing_compiler(language: Language, provider: str) -> str:
     program = language.compile_command("")[3]
     place = "on this machine, in /usr/bin" if provider == "local" else "in the template of the sandboxes"
     return (
-        f"{language.name}: sandboxes of {provider} have no {program}, which is needed to test its programs: install it "
+        f"{language.name}: sandboxes of {provider} have no {program}, which compiles and runs its programs: install it "
         f"{place}"
     )
 

@@ -90,7 +90,7 @@ def as_parquet(path: Path, cache: Path) -> Path:
         with aside(written) as pending:
             pq.write_table(table, pending, row_group_size=1000)
     except pa.ArrowException as error:
-        raise InputError(f"{path}: a column needs values of one type in all rows: {error}") from None
+        raise InputError(f"{path}: all values of a column must have the same type: {error}") from None
     return written
 
 
@@ -110,7 +110,7 @@ def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> lis
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         wanted = f" with {', '.join(columns)}" if columns else ""
-        raise InputError(f"{path}: a list of rows was expected, each a mapping{wanted}")
+        raise InputError(f"{path} must contain a list of rows, each an object{wanted}")
     return rows
 
 
@@ -286,5 +286,5 @@ def _from_hub(uri: str) -> Path:
     try:
         found = hf_hub_download(f"{parts[0]}/{name}", parts[2], repo_type="dataset", revision=revision or None)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"{uri}: the hub does not give this file: {first_line(error)}") from None
+        raise InputError(f"{uri} can't be downloaded from the hub: {first_line(error)}") from None
     return Path(found)

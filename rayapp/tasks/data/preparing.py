@@ -108,7 +108,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
         StorageError: `job.out` can't be written; StorageExistsError: it holds other content.
     """
     if job.own is None and job.name not in DATASETS:
-        raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
+        raise InputError(f"data set {job.name!r} is not known. Choose one of {', '.join(DATASETS)}")
     if language_of(job.language) is not None and job.name not in IN_LANGUAGES:
         raise InputError(f"--language {job.language}: only {', '.join(IN_LANGUAGES)} have programs in other languages")
     async with open_storage(job.out) as storage:

@@ -89,7 +89,7 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
             head = max_tokens // 2
             return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
     raise InputError(
-        f"{where}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_tokens}. "
+        f"{where}: its prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is {max_tokens}. "
         "Raise it, set filter_overlong_prompts, or choose a truncation: left, right or middle."
     )
 
@@ -141,8 +141,8 @@ class TrainingData:
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
         if not len(self):
             raise InputError(
-                f"all {self.num_overlong} prompts are longer than max_prompt_length={options.max_prompt_tokens}; "
-                "raise it"
+                f"all {self.num_overlong} prompts are longer than rollout.max_prompt_tokens = "
+                f"{options.max_prompt_tokens}. Raise it."
             )
         self._windows = lru_cache(maxsize=2)(self._plan)
         self._loaded = lru_cache(maxsize=2)(self._load)
