@@ -84,7 +84,7 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"tests": ("0",), "reference": "0"}, "trivial: `return x` earns 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in its sandbox"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in the agent's sandbox"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: the prompt contains text"),
         ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests (slowest: test 1, 4"),
     ],
