@@ -169,7 +169,9 @@ class Playing:
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
-    """Return all environment variables of the program: `own`, and those that make `folder` its home folder."""
+    """Return all environment variables of the program: those that every program gets, `own`, and those that make
+    `folder` its home.
+    """
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
     return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
