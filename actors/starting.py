@@ -217,14 +217,21 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
 
 
 def spawn_servers(
-    config: Config, started: Started, placement: Placement, *, must_sync: bool
+    config: Config,
+    started: Started,
+    placement: Placement,
+    *,
+    must_sync: bool,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[VllmServerHandle, ...]:
+    """Start the vLLM servers; `adapters` are those that requests may name, in folders."""
+    loading = [dict(adapters)] if adapters else []
     return tuple(
         started.add(
             _server(
                 config,
                 name,
-                started.spawn("vllm-server", name, config, index, must_sync, share=placement.server(index)),
+                started.spawn("vllm-server", name, config, index, must_sync, *loading, share=placement.server(index)),
             )
         )
         for index, name in enumerate(server_names(config))

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
@@ -409,12 +410,17 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
 
 @asynccontextmanager
 async def open_servers(
-    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns = NO_STAND_INS
+    config: Config,
+    *,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+    report: Report = lambda text: None,
+    stand_ins: StandIns = NO_STAND_INS,
 ) -> AsyncIterator[AnyServer]:
     """Start only the servers, with the model's own weights, and yield them as one engine. A lost server is replaced;
     all end with the block.
 
     Args:
+        adapters: adapters that requests may name: name -> folder in peft's form.
         report, stand_ins: see `open_cluster`.
     Raises:
         ConfigError: see `open_cluster`.
@@ -423,7 +429,7 @@ async def open_servers(
     config = config.model_copy(update={"model_servers": ()})  # judges and teachers, which are not called here
     async with _session(config, report, stand_ins) as (_, started):
         placement, _ = await _reserve(config, started, with_learners=False)
-        servers = spawn_servers(config, started, placement, must_sync=False)
+        servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]

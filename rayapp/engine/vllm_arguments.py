@@ -3,7 +3,8 @@
 `VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
 
 With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes,
-and takes tensors from shared memory, as vLLM's own loader reads adapters from folders only. One adapter at a time.
+and takes tensors from shared memory, as vLLM's own loader reads adapters from folders only. The adapters of `rayapp
+serve` are folders, loaded by vLLM once at the start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rayapp.config.agreement import gpu_problems
@@ -20,18 +23,26 @@ from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
+from rayapp.storage.models.check import adapter_rank
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM has buffers for; an adapter of another rank uses part of the next larger buffer."""
 
 
-def adapter_args(config: Config) -> dict[str, Any]:
-    """Return vLLM's engine arguments for LoRA; empty if the learner sends whole weights."""
-    if not config.learner.lora.sends_adapter:
+def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
+    """Return vLLM's engine arguments for LoRA; empty without adapters.
+
+    Args:
+        adapters: adapters to load at the start: name -> folder in peft's form.
+    """
+    ranks = [config.learner.lora.rank] if config.learner.lora.sends_adapter else []
+    ranks += [adapter_rank(Path(folder)) for folder in adapters.values()]
+    if not ranks:
         return {}
-    rank = next(size for size in RANKS if size >= config.learner.lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    rank = next(size for size in RANKS if size >= max(ranks))
+    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": rank}
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
@@ -44,6 +55,16 @@ def adapter_request() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
+
+
+def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Return a LoRARequest for each adapter in a folder, by name."""
+    from vllm.lora.request import LoRARequest
+
+    return {
+        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
+        for number, (name, folder) in enumerate(adapters.items(), start=ADAPTER_ID + 1)
+    }
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
@@ -78,17 +99,27 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     return len(own)
 
 
-def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
+def check_adapter(model_runner: Any, adapter_id: int) -> None:
+    """Raise ValueError if vLLM, which loaded this adapter from a folder, ignores some of its matrices."""
+    manager = model_runner.lora_manager._adapter_manager  # noqa: SLF001 - as in `load_adapter`
+    # vLLM has packed the matrices by now: they have the names of its own modules.
+    loras = manager.get_adapter(adapter_id).loras
+    check_places(loras, manager.modules, {}, way_out="It is an adapter of another model.")
+
+
+def check_places(
+    loras: Mapping[str, Any],
+    modules: Mapping[str, Any],
+    packed: Mapping[str, Sequence[str]],
+    way_out: str = "Leave them out of learner.lora.target_modules, or set learner.lora.send: merged.",
+) -> None:
     """Raise ValueError if the engine lacks a module of the adapter, for example because it is another model's
     adapter.
     """
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)
     if lost:
-        raise ValueError(
-            f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. Leave them out of "
-            "learner.lora.target_modules, or set learner.lora.send: merged."
-        )
+        raise ValueError(f"vLLM has no modules for {len(lost)} of the adapters: {', '.join(lost[:3])}. {way_out}")
 
 
 WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -123,8 +154,12 @@ def gpu_bytes() -> int:
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
-def vllm_args(config: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration."""
+def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
+
+    Args:
+        adapters: see `adapter_args`.
+    """
     server, on_gpu = config.server, is_on_gpu(config)
     return {
         "model": config.model.path,
@@ -154,7 +189,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
         **_transfer_args(config),
-        **adapter_args(config),
+        **adapter_args(config, adapters),
         **server.engine_args,
     }
 

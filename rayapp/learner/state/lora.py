@@ -85,4 +85,9 @@ def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tupl
         if ADAPTER not in name:
             continue
         scale = section.alpha / section.rank if ".lora_B." in name else 1.0
-        yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", scale * whole(parameter)
+        yield peft_name(name), scale * whole(parameter)
+
+
+def peft_name(name: str) -> str:
+    """Return peft's name, in files of adapters, of one of the model's parameters."""
+    return f"{PEFT_PREFIX}{name.replace('.default.', '.')}"

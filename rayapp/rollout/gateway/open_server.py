@@ -67,6 +67,7 @@ class OpenDoor:
 
     Args:
         keys: valid keys. A conversation can be continued only with the key that began it.
+        adapters: names of the engine's adapters.
         max_requests: maximum calls with one key at once. Further calls get status 429.
     """
 
@@ -77,9 +78,10 @@ class OpenDoor:
         sampling: SamplingParams,
         keys: Sequence[str],
         *,
+        adapters: Sequence[str] = (),
         max_requests: int = MAX_REQUESTS,
     ) -> None:
-        self._formats, self._engine, self._sampling = formats, engine, sampling
+        self._formats, self._engine, self._sampling, self.adapters = formats, engine, sampling, adapters
         self._keys = {key: Replies(_KEPT_CHARS // len(keys)) for key in keys}
         self._max_requests = max_requests
         self._running = Counts[str]()
@@ -102,6 +104,7 @@ class OpenDoor:
             follows_requests=True,
             request_id=RequestId("serve", uuid.uuid4().int),
             replies=self._keys[key],
+            adapters=self.adapters,
         )
         self._running[key] += 1
         try:
@@ -147,6 +150,7 @@ async def open_to_all(
     sampling: SamplingParams,
     keys: Sequence[str],
     sockets: Sequence[socket.socket],
+    adapters: Sequence[str] = (),
     max_connections: int = 0,
     max_requests: int = MAX_REQUESTS,
 ) -> AsyncIterator[str]:
@@ -157,11 +161,12 @@ async def open_to_all(
         sampling: defaults of the requests. Its max_tokens is the limit for a call's prompt and answer together.
         keys: keys of the clients.
         sockets: sockets from `bound` to listen on.
+        adapters: names of the engine's adapters, each a model of its own.
         max_connections: maximum connections at once; 0 stands for half of this process's file descriptors, but at most
             1024.
         max_requests: maximum calls with one key at once.
     """
-    door = OpenDoor(formats, engine, sampling, keys, max_requests=max_requests)
+    door = OpenDoor(formats, engine, sampling, keys, adapters=adapters, max_requests=max_requests)
     listening = Listening(open_application(door, model), max_connections=max_connections)
     try:
         await listening.start(sockets)
@@ -172,7 +177,7 @@ async def open_to_all(
 
 def open_application(door: OpenDoor, model: str) -> web.Application:
     """Return the web application that `rayapp serve` serves."""
-    app = Api(door, model=model).application()
+    app = Api(door, model=model, adapters=door.adapters).application()
     app.middlewares.append(door.count)
 
     async def metrics(request: web.Request) -> web.Response:

@@ -17,10 +17,10 @@ import hashlib
 import hmac
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -34,7 +34,7 @@ from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect, parsed
-from rayapp.rollout.gateway.session import Sending, Session, SessionLimits, Structured
+from rayapp.rollout.gateway.session import MODEL, Sending, Session, SessionLimits, Structured
 from rayapp.rollout.gateway.streams import Live, StreamWriter
 from rayapp.sandbox.loopback import Accept
 
@@ -62,12 +62,14 @@ class Api:
     """The HTTP handlers of all APIs. `door` finds the session of each request.
 
     Args:
-        model: name of the policy in the list of models. Calls may use any name.
+        model: name of the policy in the list of models. Without adapters, calls may use any name.
+        adapters: further models in the list, which are adapters of the policy. With adapters, calls must use a name of
+            the list, or `policy`.
     """
 
-    def __init__(self, door: Door, *, model: str = "policy") -> None:
+    def __init__(self, door: Door, *, model: str = MODEL, adapters: Sequence[str] = ()) -> None:
         self._door = door
-        self._model = {"id": model, "object": "model", "created": 0, "owned_by": "rayapp"}
+        self._names = (model, *adapters)
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
         """Return the web application. It has all routes, below `prefix`, and refuses every other path."""
@@ -86,14 +88,19 @@ class Api:
         try:
             with self._door(request):
                 if (name := request.match_info.get("model")) is None:
-                    return web.json_response({"object": "list", "data": [self._model]})
-                if name != self._model["id"]:
-                    raise RefusedError(
-                        "no_model", f"there is no model {name[:200]!r}; the model is {self._model['id']!r}"
-                    )
-                return web.json_response(self._model)
+                    models = [_model_object(each) for each in self._names]
+                    return web.json_response({"object": "list", "data": models})
+                self._check_name(name, self._names)
+                return web.json_response(_model_object(name))
         except RefusedError as refused:
             return _refusal(_CHAT, refused)
+
+    def _check_name(self, name: str, known: Sequence[str]) -> None:
+        if name not in known:
+            told = "the model is" if len(self._names) == 1 else "the models are"
+            raise RefusedError(
+                "no_model", f"there is no model {name[:200]!r}; {told} {', '.join(map(repr, self._names))}"
+            )
 
     async def _answer(self, request: web.Request, dialect: Dialect, *, only_counts: bool = False) -> web.StreamResponse:
         try:
@@ -108,6 +115,8 @@ class Api:
         try:
             body = await _body(request)
             ask = await session.read(partial(_read, dialect), body)
+            if len(self._names) > 1:
+                self._check_name(ask.model, (*self._names, MODEL))
             if only_counts:
                 return web.json_response({"input_tokens": await session.count(ask)})
             live = Live() if ask.is_stream else None
@@ -123,6 +132,10 @@ class Api:
             log.exception("%s: the gateway failed", session.request_id)
             session.fail(error)
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rayapp"}
 
 
 class Gateway:

@@ -16,6 +16,7 @@ import logging
 import re
 import subprocess
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -134,10 +135,11 @@ def _files_at(mirror: str, commit: str) -> dict[str, str]:
     return found
 
 
-def _git(mirror: str, *words: str) -> bytes:
+def _git(mirror: str, *words: str, stdin: bytes = b"") -> bytes:
     try:
         ran = subprocess.run(
             ["git", "-c", "safe.directory=*", "-C", mirror, *words],
+            input=stdin,
             capture_output=True,
             timeout=_GIT_TIMEOUT_S,
             check=False,
@@ -179,6 +181,9 @@ def load_swe(source: str) -> tuple[RepositoryTask, ...]:
             tasks[name] = _task(fields | {"version": row.get("version")}, options)
         except InputError as error:
             bad.append(f"{name}: {error}")
+    for name, why in _without_commit(tasks).items():
+        del tasks[name]
+        bad.append(f"{name}: {why}")
     _judge_rows(source, bad, len(tasks), options.max_bad_ratio)
     return tuple(tasks.values())
 
@@ -301,12 +306,29 @@ def _mirror_files(fields: Mapping[str, Any], mirrors: Path) -> MirrorFiles:
     mirror = next((place for place in places if place.is_dir()), None)
     if mirror is None:
         raise InputError(f"mirrors={mirrors} has no clone of {repo}: `git clone --bare` it to {mirrors / names[1]}.git")
-    _check_commit(str(mirror), commit)
     return MirrorFiles(str(mirror.resolve()), commit)
 
 
-def _check_commit(mirror: str, commit: str) -> None:
-    _git(mirror, "cat-file", "-e", f"{commit}^{{tree}}")
+def _without_commit(tasks: Mapping[str, RepositoryTask]) -> dict[str, str]:
+    """Return the names of the tasks whose clone lacks their commit, and why; git starts once for each clone."""
+    of_mirror: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, task in tasks.items():
+        if isinstance(files := task.folder.repository, MirrorFiles):
+            of_mirror[files.mirror][name] = files.commit
+    found: dict[str, str] = {}
+    for mirror, commits in of_mirror.items():
+        asked = "".join(f"{commit}^{{tree}}\n" for commit in commits.values())
+        try:
+            said = _git(mirror, "cat-file", "--batch-check=%(objecttype)", stdin=asked.encode()).decode().splitlines()
+        except InputError as error:
+            found |= dict.fromkeys(commits, str(error))
+            continue
+        found |= {
+            name: f"{mirror} has no commit {commit}: run `git fetch` in it"
+            for (name, commit), kind in zip(commits.items(), said, strict=True)
+            if kind != "tree"
+        }
+    return found
 
 
 def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytest: bool) -> NamedTests:
