@@ -84,7 +84,7 @@ async def _train_step(
     evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
-        run.curriculum.end_step()  # before slots are freed, because the draws of the next groups use these results
+        run.curriculum.end_step()  # before slots are freed: a curriculum draws the next groups by these results
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
@@ -103,7 +103,7 @@ async def _train_step(
 
 
 async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
-    """Take an optimizer step and send its weights to the servers. Returns the metrics of both."""
+    """Train one step and send its weights to the servers. Returns the metrics of both."""
     cluster = run.cluster
     with phases("train"):
         await cluster.lend_gpus()
@@ -136,10 +136,10 @@ async def save_if_due(run: Training, step: int, score: float | None) -> dict[str
 
 
 async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
-    """Begin to save the store's version with its finished groups, which a resumed run need not generate again.
+    """Begin to save a policy version, with the store's finished groups, which a resumed run need not generate again.
 
-    A synchronous run keeps no groups, as it repeats them. The state is taken at one moment, before the first await:
-    groups that finish later are generated again.
+    A synchronous run keeps no groups, as it repeats them. The state is read at one moment, before the first await;
+    groups that finish later are generated again after a resume.
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
@@ -166,7 +166,9 @@ def ledger_metrics(store: Store) -> dict[str, float]:
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Callback with each step and its metrics. May raise `StopTraining`. If it raises anything, the step is saved first."""
+"""Callback that gets each step and its metrics. It ends the run by raising `StopTraining`. If it raises any error, the
+step is saved first.
+"""
 
 
 def run_training(config: Config, on_step: OnStep | None = None) -> None:

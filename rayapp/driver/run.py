@@ -50,7 +50,7 @@ class BestMetric:
         return value if value is not None and math.isfinite(value) else None
 
     def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError unless a step with groups of another task may have the metric."""
+        """Raise ConfigError, unless the metric may belong to a task that this step had no groups of."""
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
             return
@@ -93,7 +93,7 @@ class Training:
     watchdog: Watchdog
     best: BestMetric
     curriculum: Curriculum | None
-    """None if prompts come in order."""
+    """Chooses the prompts of groups; None if prompts come in order."""
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
@@ -159,7 +159,7 @@ async def restore(
     Returns:
         The checkpoint's version, next group id and kept groups; (0, 0, no groups) without a checkpoint.
     Raises:
-        CheckpointError: the checkpoint is of another model, or holds another step than its name says.
+        CheckpointError: the checkpoint is of another model, or its step is not the step in its name.
         RunFolderError: there are checkpoints, but none of them can be used.
     """
     while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:

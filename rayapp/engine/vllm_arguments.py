@@ -1,10 +1,11 @@
-"""Environment variables and engine arguments of vLLM from the configuration, and LoRA adapters in its workers.
+"""Derives vLLM's environment variables and engine arguments from the configuration, and loads LoRA adapters in vLLM's
+workers.
 
 `VllmEngine.start` calls `set_process_environment` before vLLM is imported, and `vllm_args`.
 
-With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes,
-and takes tensors from shared memory, as vLLM's own loader reads adapters from folders only. The adapters of `rayapp
-serve` are folders, loaded by vLLM once at the start.
+With LoRA a sync replaces the adapter, and the model's own weights stay. `load_adapter` runs in the engine's processes
+and takes tensors from shared memory, because vLLM's own loader reads adapters only from folders. The adapters of
+`rayapp serve` are folders, which vLLM loads once at the start.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rayapp.storage.models.check import adapter_rank
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks that vLLM has buffers for; an adapter of another rank uses part of the next larger buffer."""
+"""LoRA ranks for which vLLM has buffers; an adapter of another rank uses part of the next larger buffer."""
 
 
 def adapter_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict[str, Any]:
@@ -68,10 +69,11 @@ def folder_requests(adapters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
-    """Replace the adapter by this one. Returns the number of its tensors.
+    """Replace the adapter by the given tensors. Returns the number of tensors.
 
     Args:
-        tensors: tensors by peft's names, with the scale multiplied in; copied, as their memory is freed later.
+        tensors: tensors by peft's names, with the scale multiplied in. They are copied, because their memory is freed
+            later.
     Raises:
         ValueError: the engine has no modules for some of the tensors, and would silently ignore them.
     """
@@ -133,10 +135,10 @@ def set_process_environment(config: Config) -> None:
     )
     # The variable would override the argument `kv_cache_memory_bytes`.
     os.environ.pop(WHOLE_GIB_OF_CACHE, None)
-    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
+    # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which is a share for scheduling, not the number of cores to use.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if config.run.deterministic and is_on_gpu(config):
-        # On a CPU cohorts suffice: equal batches are computed alike.
+        # On a CPU cohorts suffice: equal batches give equal results.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tp = config.server.tensor_parallel_size
     # A single rank runs inside the engine core. By default vLLM runs even a single rank in its multi-process executor,
@@ -148,7 +150,9 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of this machine's first GPU; 0 on CPU. Makes no CUDA context, after which vLLM can't fork."""
+    """Return the bytes of this machine's first GPU; 0 on CPU. It makes no CUDA context, because vLLM can't fork after
+    that.
+    """
     from vllm.platforms import current_platform
 
     return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
@@ -168,7 +172,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # unused on CPU
+        "gpu_memory_utilization": server.gpu_share if on_gpu else 0.85,  # only for GPUs
         "kv_cache_memory_bytes": None if on_gpu else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
