@@ -1,12 +1,13 @@
-"""The gateway: sessions of external agents over HTTP, in the APIs that agents speak. One per rollout worker.
+"""The gateway: serves the sessions of external agents over HTTP, in the usual APIs for language models. Each rollout
+worker has one.
 
     POST /<session>/v1/chat/completions | /v1/completions | /v1/responses | /v1/messages | /v1/messages/count_tokens
     GET  /<session>/v1/models | /v1/models/<model>
 
-A session's key (Authorization: Bearer, or x-api-key) is valid only for that session; the server has no other routes.
-Streams send text as it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
+A session's key (in the header Authorization: Bearer, or x-api-key) is valid only for that session. The server has no
+other routes. Streams send text while it is sampled, and tool calls when the whole turn is sampled (`streams.py`).
 
-`Api` handles the requests of every server of these APIs; `open_server.py` is the server of `rayapp serve`.
+`Api` handles the requests of this server, and of the server of `rayapp serve` (`open_server.py`).
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ BODY_TIMEOUT_S = 120.0
 NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
-"""Seconds without tokens after which a comment is sent in a stream, so that clients don't time out."""
+"""Seconds without new tokens after which a stream sends a comment, so that clients don't time out."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
-"""Maximum connections of one sandbox. Each holds at most one request body."""
+"""Maximum connections of one sandbox. Each connection holds at most one request body in memory."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages()
 Door = Callable[[web.Request], AbstractContextManager[Session]]
-"""Function that returns a context manager with the session of a request, entered while the request is answered. It
-raises RefusedError if the request gets no session."""
+"""Function that returns a context manager with the session of a request. The request is answered inside the context.
+Entering it raises RefusedError if the request gets no session."""
 
 
 class Api:
-    """HTTP handlers of all APIs; `door` finds the session of each request.
+    """The HTTP handlers of all APIs. `door` finds the session of each request.
 
     Args:
-        model: the policy's name in the list of models; without adapters calls may use any name.
-        adapters: further models in the list, adapters of the policy. With them calls must use a name of the list, or
-            `policy`.
+        model: name of the policy in the list of models. Without adapters, calls may use any name.
+        adapters: further models in the list, which are adapters of the policy. With adapters, calls must use a name of
+            the list, or `policy`.
     """
 
     def __init__(self, door: Door, *, model: str = MODEL, adapters: Sequence[str] = ()) -> None:
@@ -70,7 +71,7 @@ class Api:
         self._names = (model, *adapters)
 
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-        """Return the web application: all routes below the prefix, and a refusal for every other path."""
+        """Return the web application. It has all routes, below `prefix`, and refuses every other path."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_known_paths])
         app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
         app.router.add_post(f"{prefix}/v1/completions", partial(self._answer, dialect=_COMPLETIONS))
@@ -152,7 +153,7 @@ def _model_object(name: str) -> dict[str, Any]:
 
 
 class Gateway:
-    """Server of all sessions of a rollout worker. Call `start`, and at the end `close`."""
+    """Server of all sessions of a rollout worker. Call `start`, and `close` at the end."""
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
@@ -192,7 +193,7 @@ class Gateway:
         structured: Structured = "refuse",
         forwarder: Forwarder | None = None,
     ) -> Iterator[Session]:
-        """Serve a session while the block runs. The arguments are those of `Session`."""
+        """Open a session and serve it during a block. The arguments are those of `Session`."""
         session = Session(
             formats=self._formats,
             engine=engine,
@@ -213,7 +214,7 @@ class Gateway:
 
     @asynccontextmanager
     async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
-        """While the block runs, serve this session, and no other, to the clients that `accept` returns.
+        """Serve only this session, during a block, to the clients whose connections `accept` returns.
 
         The clients may be hostile: they are programs in a sandbox.
         """
@@ -252,7 +253,7 @@ class Gateway:
 
 
 def check_key(request: web.Request, keys: Iterable[str], message: str) -> str:
-    """Return the request's key, if it is one of these. Raises RefusedError: it is missing or wrong."""
+    """Return the request's key if it is one of `keys`. Raises RefusedError: the key is missing or wrong."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     sent = given.encode("utf-8", "surrogateescape")
     # Compare with every key, so that the duration reveals nothing about the keys.
@@ -282,7 +283,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _sending(request: web.Request, body: bytes) -> Sending:
-    """Return the information about a call's transmission (retry, timeout) in the headers that SDKs send."""
+    """Return what the headers of an SDK tell about a call's transmission: retries and timeout."""
     headers, idempotency = request.headers, request.headers.get("idempotency-key", "")
     timeout = headers.get("x-stainless-read-timeout") or headers.get("x-stainless-timeout") or ""
     return Sending(
@@ -302,14 +303,14 @@ def _read(dialect: Dialect, body: bytes) -> Ask:
 
 
 def _headers(session: Session, ask: Ask) -> dict[str, str]:
-    """Return the response header that names the request's fields without effect; empty if there are none."""
+    """Return the response header that names the request's fields without effect; no header if there are none."""
     ignored = [*ask.not_followed, *ask.unknown, *([] if session.follows_requests else ask.distribution)]
     ignored += _unread(session, ask)
     return {NOT_FOLLOWED_HEADER: ascii(", ".join(ignored))[1:-1]} if ignored else {}
 
 
 def _unread(session: Session, ask: Ask) -> list[str]:
-    """Return the variables that the chat template doesn't read."""
+    """Return the template variables of a call that the chat template doesn't read."""
     unread = [name for name in ask.variables if not session.formats.plain.chat.may_read(name)]
     if {"reasoning_effort", "enable_thinking"} <= ask.variables.keys():
         # Both variables express the same setting, and a template reads only one of them.
@@ -331,7 +332,7 @@ async def _stream(
     while not turn.done():
         pieces = await live.pieces(PATIENCE_S)
         if turn.done() and not response.prepared:
-            turn.result()  # raises a refusal before the stream begins, so that it gets its own status
+            turn.result()  # raise a refusal before the stream begins: it then gets its own status
         if not response.prepared and (pieces or not turn.done()):
             await response.prepare(request)
         events = b"" if pieces or turn.done() else _PING
@@ -348,7 +349,9 @@ async def _stream(
 
 
 def _begun(writer: StreamWriter | None, dialect: Dialect, begun: Begun, ask: Ask) -> tuple[StreamWriter, bytes]:
-    """Return the writer of the stream, and the events with which a new writer begins."""
+    """Return the writer of the stream, and the events with which the stream begins. If the writer exists already, there
+    are no such events.
+    """
     if writer is not None:
         return writer, b""
     writer = dialect.stream(begun, ask)
