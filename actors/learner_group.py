@@ -24,6 +24,7 @@ from rayapp.core.errors import (
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
+from rayapp.runs.profiles import Profile
 
 T = TypeVar("T")
 
@@ -131,6 +132,11 @@ class LearnerGroup:
         """
         [found] = await self._all([self.handles[0].log_probs_before(step)])
         return dict(found)
+
+    async def profile(self, step: int) -> Profile | None:
+        """Return learner 0's profile of the step; None if it has none. Raises LearnersLostError: a learner is gone."""
+        [found] = await self._all([self.handles[0].profile(step)])
+        return found if isinstance(found, Profile) else None
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store.

@@ -24,6 +24,7 @@ from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_arguments import NO_ADAPTERS, gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
+from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
@@ -229,6 +230,12 @@ class VllmServer(Restartable):
     async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
         """Return log-probs (T-1,) of each sequence's tokens under the present weights."""
         return [await self._ready_engine().prompt_log_probs(token_ids) for token_ids in sequences]
+
+    async def begin_profile(self) -> None:
+        await self._ready_engine().begin_profile()
+
+    async def end_profile(self) -> Profile:
+        return await self._started_engine().end_profile(repr(self))
 
     async def policy_version(self) -> int:
         return self._ready_engine().policy_version
