@@ -122,14 +122,14 @@ class Watchdog:
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
             f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "
-            "recovery.stall_stop_s; else start the run again: it continues from its last checkpoint."
+            "recovery.stall_stop_s; otherwise start the run again: it continues from its last checkpoint."
         )
 
     async def _dumped(self) -> str:
         try:
             async with asyncio.timeout(DUMP_S):
                 return f"The stacks of all processes are in {await self._dump_stacks()}."
-        except Exception as error:  # boundary: writing the stacks may hang for the same reason
+        except Exception as error:  # writing the stacks may fail or hang as the run does
             return f"The stacks could not be written ({type(error).__name__}: {error})."
 
     def describe(self) -> str:
