@@ -3,8 +3,8 @@
     from rayapp.testing.plugins import check_task
     def test_it_is_a_task(): check_task(MY_TASK)
 
-A failing check raises AssertionError with the reason. No check needs a GPU, a model or a network; tasks and tools that
-run code get real sandboxes of this machine.
+A check that fails raises AssertionError with the reason. No check needs a GPU, a model or a network. Tasks and tools
+that run code get real sandboxes on this machine.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def check_plugin(plugin: Plugin) -> None:
 
     Raises:
         ConfigError: the plug-in can't be loaded.
-        AssertionError: the plug-in breaks its contract; the message says how.
+        AssertionError: the plug-in breaks its contract. The message says how.
     """
     _CHECKS[plugin.kind](plugin.load())
 
 
 def check_task(task: Any) -> None:
-    """Check a `Task`: it has a name and a prompt, scores every text, equally for equal seeds, and can be pickled."""
+    """Check a `Task`: it has a name and a prompt, scores every text, gives equal scores for equal seeds, and can be
+    pickled.
+    """
     task = task() if isinstance(task, type) or not hasattr(task, "score") else task
     assert isinstance(task.name, str), "a task has a name"
     assert task.name, "a task has a name"
@@ -95,7 +97,7 @@ def check_tool(kind: Any) -> None:
             tool = kind({}, None, ToolContext(sandboxes=sandboxes))
             assert tool.schema.name, "a tool's schema must have a name"
             assert tool.timeout_s > 0, f"tool {tool.schema.name} must have timeout_s above 0"
-            ToolSet([tool])  # checks that its parameters are a JSON schema
+            ToolSet([tool])  # this also checks that the parameters are a JSON schema
             state = await tool.create({})
             try:
                 verdict = await tool.reward(state)

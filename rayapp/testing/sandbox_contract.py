@@ -1,4 +1,4 @@
-"""Checks that every sandbox provider must pass: rayapp's own, real services, and a provider of your own.
+"""Checks that every sandbox provider must pass: rayapp's own providers, remote services, and providers that you write.
 
     for check in CHECKS: await check(provider)          each makes its sandboxes and ends them
 
@@ -27,7 +27,7 @@ _READY_S = 90.0
 
 @asynccontextmanager
 async def made(provider: SandboxProvider, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    """Yield a sandbox for the length of a block."""
+    """Context manager with a sandbox, which is ended after the block."""
     sandbox = await provider.create(spec or SandboxSpec(), labels=LABELS, ttl_s=300.0, timeout_s=_READY_S)
     try:
         yield sandbox
@@ -93,8 +93,8 @@ async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> Non
 
 
 async def a_flood_past_the_watcher_is_the_codes_failure(provider: SandboxProvider) -> None:
-    """Code may flood the output of the process that watches it: the report is lost, and that counts as the code's
-    failure.
+    """Code may flood the output of the process that watches it. Then the watcher's report is lost, which counts as the
+    code's failure.
     """
     code = (
         "import os\n"
@@ -195,7 +195,9 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
 
 
 async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
-    """Otherwise the order of a set of strings, and so a verdict, would depend on the sandbox."""
+    """With different hash seeds, the order of a set of strings, and therefore a verdict, would depend on the
+    sandbox.
+    """
     outputs = []
     for _ in range(2):
         async with made(provider) as sandbox:
@@ -297,7 +299,9 @@ async def what_programs_connect_to_on_their_loopback_is_accepted_here(provider: 
 
 
 async def _answer_backwards(accept: Accept, number: int) -> list[int]:
-    """Accept this number of connections, answer each one's first line reversed, and return the lines' lengths."""
+    """Accept `number` connections, answer the first line of each with the reversed line, and return the lengths of the
+    lines.
+    """
 
     async def answer(one: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=one, limit=1 << 20)
