@@ -269,9 +269,9 @@ class _Verdicts:
         prompt = group.prompt
         if prompt.ground_truth is None and self._answers.custom is None:
             raise InputError(
-                f"trajectories of {prompt.task} in group {group.group_id} hold no ground_truth: an older version wrote "
-                "them, the row's has over 64 KiB, or the config has no such task. A judge, or a function that needs "
-                "none, can score them."
+                f"trajectories of {prompt.task} in group {group.group_id} have no ground_truth: an older version wrote "
+                "them, the row's ground_truth has over 64 KiB, or the config has no such task. Score them with a "
+                "judge, or with a function that needs no ground_truth."
             )
         answer = Answer(
             completion_text=trajectory.completion_text,

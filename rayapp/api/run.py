@@ -108,7 +108,7 @@ class Run:
         if not chosen:
             what = "evaluations" if purpose == "eval" else "trajectories"
             there = ", ".join(str(file.step) for file in sorted(files, key=lambda f: f.step)[:20]) or "none"
-            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded are: {there}")
+            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded steps: {there}")
         return chosen
 
     def trajectories(self, steps: Steps = None, *, purpose: Purpose = "train") -> pd.DataFrame:

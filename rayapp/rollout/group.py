@@ -239,7 +239,7 @@ class _CohortPlace:
         except (EngineError, DeadlineError) as error:
             # Only log the error: this trajectory has already failed, and other trajectories will report the engine's
             # error.
-            log.info("%s: no request could be sent for it to its cohort: %s", self.request_id, error)
+            log.info("%s: no first request could be sent for this failed trajectory: %s", self.request_id, error)
 
 
 def with_terms(reward: Reward, played: Trajectory) -> Reward:

@@ -101,8 +101,8 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
         if not earlier:
             raise
         raise ImageError(
-            f"{earlier} is what {name} was when this run started, and it can't be had any more: {error}. Push it "
-            f"again, or delete its line in {record}: then the run goes on with what {name} is now"
+            f"{earlier}, which {name} was when this run started, can't be fetched any more: {error}. Push it "
+            f"again, or delete its line in {record}: the run then goes on with the image that {name} is now"
         ) from error
 
 

@@ -39,7 +39,7 @@ async def code_prints_reads_and_ends(provider: SandboxProvider) -> None:
     async with made(provider) as sandbox:
         result = await sandbox.run_code("print('got', input())", timeout_s=20, stdin="a line\n")
         assert (result.outcome, result.exit_code, result.stdout) == (ExecOutcome.OK, 0, "got a line\n"), result
-        assert result.isolation, "a result says what kept the code in"
+        assert result.isolation, "a result must name the isolation"
         assert 0 <= result.duration_s < 20
 
 
@@ -80,7 +80,7 @@ async def an_endless_loop_is_stopped_in_time(provider: SandboxProvider) -> None:
         result = await sandbox.run_code("while True: pass", timeout_s=1.0)
         assert (result.outcome, result.stopped_for) == (ExecOutcome.CODE_STOPPED, StopCause.TIMEOUT), result
         assert time.monotonic() - started < 15
-        assert await sandbox.alive(), "it was the code that hung, not the sandbox"
+        assert await sandbox.alive(), "the code hung, not the sandbox"
 
 
 async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> None:

@@ -468,8 +468,8 @@ class Session:
     def _too_long(self, what: str) -> RefusedError:
         return RefusedError(
             "tokens",
-            f"{what}: its maximum context length, {self.limits.max_tokens} tokens (rollout.max_prompt_tokens + "
-            "rollout.max_completion_tokens), is exceeded",
+            f"{what}: this exceeds the maximum context length of {self.limits.max_tokens} tokens "
+            "(rollout.max_prompt_tokens + rollout.max_completion_tokens)",
         )
 
     async def _format(self, ask: Ask) -> Format:

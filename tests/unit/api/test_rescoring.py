@@ -212,7 +212,7 @@ def test_steps_that_are_none_are_refused(recorded: Path, capsys: pytest.CaptureF
     assert run(["rescore", str(recorded), "--steps", "last"]) == 2
     assert "write one step, or a first and a last step" in capsys.readouterr().err
     assert run(["rescore", str(recorded), "--steps", "7-9"]) == 2
-    assert "recorded are: 1, 2" in capsys.readouterr().err
+    assert "recorded steps: 1, 2" in capsys.readouterr().err
 
 
 def test_a_reward_that_failed_is_no_failure_of_a_sandbox() -> None:

@@ -367,7 +367,7 @@ async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_t
     async with OpenEnvStub({"action": both}).running() as url:
         for field in ("to", "why"):
             with pytest.raises(
-                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and it needs to"
+                ConfigError, match=f"text_field '{field}' .* fields of an action are why, and the action needs to"
             ):
                 await bench(openenv(url, text_field=field)).group()
     async with OpenEnvStub({"action": SAYING}).running() as url:
