@@ -178,7 +178,7 @@ def asked(text: str) -> tuple[dict[str, str], ...]:
 def test_trajectories_without_a_ground_truth_are_refused_by_a_rule_that_needs_one(recorded: Path) -> None:
     folder = save(recorded.parent / "old", {1: [group(0, ["42"], worth(1), ground_truth=None)]})
 
-    with pytest.raises(InputError, match="hold no ground_truth"):
+    with pytest.raises(InputError, match="have no ground_truth"):
         rayapp.rescore(folder, "verdict")
 
 
