@@ -49,6 +49,7 @@ from rayapp.core.types import (
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
+from rayapp.runs.profiles import Profile
 from rayapp.sandbox.leases import Fate, Lease
 
 T = TypeVar("T")
@@ -241,6 +242,12 @@ class VllmServerHandle(Handle):
     async def sleep(self) -> bool:
         return await self.call("sleep", timeout_s=self.sync_timeout_s)
 
+    async def begin_profile(self) -> None:
+        await self.call("begin_profile", timeout_s=self.sync_timeout_s)
+
+    async def end_profile(self) -> Profile:
+        return await self.call("end_profile", timeout_s=self.sync_timeout_s)
+
     async def close(self, timeout_s: float = 20.0) -> None:
         await self.call("close", timeout_s=timeout_s)
 
@@ -279,6 +286,9 @@ class LearnerHandle(Handle):
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         return await self._of_step("log_probs_before", label=f"step={step}")
+
+    async def profile(self, step: int) -> Profile | None:
+        return await self._of_step("profile", label=f"step={step}")
 
     def export_weights(self, version: int, bucket_bytes: int) -> Any:
         """Stream references to `WeightBucket`s, which the caller owns. Ranks other than 0 yield nothing."""

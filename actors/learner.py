@@ -1,6 +1,7 @@
 """`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
-Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
+Every method but `ready`, `log_probs_before`, `profile` and `log_probs_of` is collective: the driver calls it on all
+ranks at once.
 
 Modules that import PyTorch are imported where they are used: the driver imports this module to start the actor, but
 does not need PyTorch, whose import takes seconds.
@@ -29,6 +30,7 @@ from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
+from rayapp.runs.profiles import Profile
 from rayapp.storage.models.fetch import with_local_model
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ class Learner:
 
     Args:
         config: config of the run.
-        rank: N of the name.
+        rank: number in the actor's name.
         world_size: number of learners.
         master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
     """
@@ -143,9 +145,9 @@ class Learner:
             ranks = start_ranks(config, rank, world_size, master_address, master_port)
         except DistError as error:
             raise LearnerError(
-                f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
+                f"learner {rank} of {world_size} did not find the other learners at {master_address}:{master_port}: "
                 f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
+                "uses another port. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
@@ -243,6 +245,10 @@ class Learner:
         `PolicyLearner.log_probs_before`.
         """
         return self._learner.log_probs_before
+
+    def profile(self) -> Profile | None:
+        """Return the last step's profile; None if it was not profiled."""
+        return self._learner.profile
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yield weights in bfloat16 by their Hugging Face names. All ranks gather; only rank 0 yields."""

@@ -24,6 +24,7 @@ from rayapp.core.errors import (
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
+from rayapp.runs.profiles import Profile
 
 T = TypeVar("T")
 
@@ -132,6 +133,11 @@ class LearnerGroup:
         [found] = await self._all([self.handles[0].log_probs_before(step)])
         return dict(found)
 
+    async def profile(self, step: int) -> Profile | None:
+        """Return learner 0's profile of the step; None if it has none. Raises LearnersLostError: a learner is gone."""
+        [found] = await self._all([self.handles[0].profile(step)])
+        return found if isinstance(found, Profile) else None
+
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """Yield references to rank 0's `WeightBucket`s, each as soon as it is in the object store.
 
@@ -184,7 +190,10 @@ class LearnerGroup:
         """
         if not self.holds(version):
             held = "a half-finished step" if self._version is None else f"version {self._version}"
-            raise CheckpointError(f"{folder} is for version {version}, but the learners hold {held}.")
+            raise CheckpointError(
+                f"the checkpoint {folder} can't be saved: it is for policy version {version}, but the learners hold "
+                f"{held}."
+            )
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 

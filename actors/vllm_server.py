@@ -24,6 +24,7 @@ from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.vllm_arguments import NO_ADAPTERS, gpu_bytes
 from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
+from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 StartEngine = Callable[..., Awaitable[VllmEngine]]
@@ -55,7 +56,7 @@ class VllmServer(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
         adapters: adapters that requests may name: name -> folder in peft's form.
         start_engine: starts the engine; by default `VllmEngine.start`.
@@ -120,7 +121,7 @@ class VllmServer(Restartable):
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
             raise StaleVersionError(
-                f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
+                f"{self!r} holds policy version {engine.policy_version}, but {request_id} needs {min_policy_version}"
             )
         return await engine.generate(request_id, prompt_ids, sampling, on_tokens, cohort_size=cohort_size)
 
@@ -230,6 +231,12 @@ class VllmServer(Restartable):
         """Return log-probs (T-1,) of each sequence's tokens under the present weights."""
         return [await self._ready_engine().prompt_log_probs(token_ids) for token_ids in sequences]
 
+    async def begin_profile(self) -> None:
+        await self._ready_engine().begin_profile()
+
+    async def end_profile(self) -> Profile:
+        return await self._started_engine().end_profile(repr(self))
+
     async def policy_version(self) -> int:
         return self._ready_engine().policy_version
 
@@ -269,7 +276,7 @@ class VllmServer(Restartable):
 
     def _started_engine(self) -> VllmEngine:
         if self._engine is None:
-            raise EngineDeadError(f"{self!r} has no engine: it is being started")
+            raise EngineDeadError(f"{self!r} can't generate: its engine is being started")
         return self._engine
 
     def _ready_engine(self) -> VllmEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rayapp.core.errors import StalledError
 from rayapp.core.types import GroupSummary
@@ -85,13 +85,19 @@ class Stopwatch:
         on_change: called with the name of each interval when it starts.
         synchronize: called before an interval ends. A GPU kernel continues after the call that launched it: without
             synchronization its time would count for the next name.
+        region: returns a context manager around each interval, which names it in a profiler's trace.
     """
 
     def __init__(
-        self, *, on_change: Callable[[str], None] = lambda name: None, synchronize: Callable[[], None] = lambda: None
+        self,
+        *,
+        on_change: Callable[[str], None] = lambda name: None,
+        synchronize: Callable[[], None] = lambda: None,
+        region: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._on_change = on_change
         self._synchronize = synchronize
+        self._region = region
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -101,8 +107,9 @@ class Stopwatch:
         self._on_change(name)
         started = time.perf_counter()
         try:
-            yield
-            self._synchronize()
+            with self._region(name):
+                yield
+                self._synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

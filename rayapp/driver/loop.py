@@ -30,7 +30,7 @@ from rayapp.driver.budget import within_budget
 from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate_in_run, validate
 from rayapp.driver.feeding import feeding
-from rayapp.driver.run import Store, Training, open_run
+from rayapp.driver.run import Store, Training, open_run, profiling_server, write_profiles
 from rayapp.driver.saving import is_due, saving, saving_when_stopped, saying_what_is_saved
 from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
@@ -99,6 +99,7 @@ async def _train_step(
         saved = await save_if_due(run, step, score)
     metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
     run.tracker.log(step, metrics)
+    await write_profiles(run, step, metrics)
     return metrics
 
 
@@ -187,7 +188,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "If the learning rate is constant, raise train.num_steps to train more steps. For a new run, choose "
                 "another run.name."
             )
             return
@@ -270,7 +271,9 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. Then, and on other errors, the step is saved."""
+    """Call `on_step`; return True if it raises StopTraining. If it raises any error, StopTraining included, the step is
+    saved.
+    """
     try:
         told = on_step(step, metrics)
         if told is not None:
@@ -296,7 +299,7 @@ async def _take_and_train(run: Training, step: int) -> dict[str, float]:
     phases = step_phases(run)
     with about(step=step):
         with phases("rollout"):
-            async with unstalled(run.watchdog, f"groups of step {step}"):
+            async with unstalled(run.watchdog, f"groups of step {step}"), profiling_server(run, step):
                 groups = await run.store.take(run.cluster.config.train.groups_per_step)
         # A stop waits for a step that has begun to train, because half a step can't be saved.
         return await finish_then_cancel(train_step(run, step, groups, phases))

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -53,10 +56,12 @@ from rayapp.engine.vllm_output import (
     whole_completion,
 )
 from rayapp.engine.weights.buckets import SharedWeights
+from rayapp.runs.profiles import MOST_ITERATIONS, Profile, read_trace
 from rayapp.storage.models.fetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+_TRACE_OF_FIRST_RANK = re.compile(r"rank-?0\..*trace\.json\.gz$")
 Carried = Literal["group", "memory"]
 
 
@@ -257,7 +262,7 @@ class VllmEngine:
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
-                "the log-probs that training uses; only evaluation may filter"
+                "the log-probs that training uses; they are only for evaluation"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
@@ -381,7 +386,9 @@ class VllmEngine:
             await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
             self._load.forgive(self._versions.num_open)
         except Exception as error:  # vLLM may raise anything
-            raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(
+                f"the engine can't sleep and keeps its GPU memory: {type(error).__name__}: {error}"
+            ) from error
         self._is_asleep = True
         return True
 
@@ -469,6 +476,33 @@ class VllmEngine:
         chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return np.array(chosen, np.float32)
 
+    async def begin_profile(self) -> None:
+        """Record the next MOST_ITERATIONS iterations of the engine, or those before `end_profile`."""
+        await self._engine.start_profile()
+
+    async def end_profile(self, process: str) -> Profile:
+        """Return the trace of the engine's first rank. Its files are deleted.
+
+        Args:
+            process: name of this process.
+        Raises:
+            EngineError: vLLM wrote no trace, or one that is too large.
+        """
+        await self._engine.stop_profile()
+        return await asyncio.to_thread(self._take_profile, process)
+
+    def _take_profile(self, process: str) -> Profile:
+        folder = Path(self._engine.vllm_config.profiler_config.torch_profiler_dir)
+        try:
+            first = max(path for path in folder.iterdir() if _TRACE_OF_FIRST_RANK.search(path.name))
+            trace = read_trace(first)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"vLLM's profiler left no trace of {process}: {error}") from error
+        finally:
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+        return Profile(process=process, trace=trace, covers=f"at most {MOST_ITERATIONS} engine iterations")
+
     async def facts(self) -> dict[str, Any]:
         import vllm
 
@@ -482,6 +516,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine's processes. Idempotent."""
+        if folder := self._engine.vllm_config.profiler_config.torch_profiler_dir:
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             self._engine.shutdown()
         except psutil.NoSuchProcess:

@@ -11,6 +11,7 @@ and takes tensors from shared memory, because vLLM's own loader reads adapters o
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_forms import BACKEND
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.engine.weights.sync import choose_transport
+from rayapp.runs.profiles import MOST_ITERATIONS
 from rayapp.storage.models.check import adapter_rank
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
@@ -162,7 +164,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
     """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
 
     Args:
-        adapters: see `adapter_args`.
+        adapters: adapters to load at the start: name -> folder in peft's form.
     """
     server, on_gpu = config.server, is_on_gpu(config)
     return {
@@ -192,6 +194,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
         "enable_sleep_mode": config.cluster.placement == "colocated" and on_gpu,
         "quantization": None if server.quantization == "none" else server.quantization,
         "kv_cache_dtype": server.kv_cache_dtype,
+        **_profiler_args(config),
         **_transfer_args(config),
         **adapter_args(config, adapters),
         **server.engine_args,
@@ -212,6 +215,23 @@ def as_vllm_reads_it(architecture: Any, max_position_embeddings: int | None = No
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
     return architecture
+
+
+def _profiler_args(config: Config) -> dict[str, Any]:
+    """Return the argument for vLLM's profiler, which writes to a new temporary folder; empty if no step is profiled."""
+    if not config.train.profile_steps:
+        return {}
+    from vllm.config import ProfilerConfig
+
+    profiler = ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=tempfile.mkdtemp(prefix="rayapp-profile-"),
+        torch_profiler_with_stack=False,
+        torch_profiler_dump_cuda_time_total=False,
+        ignore_frontend=True,
+        max_iterations=MOST_ITERATIONS,
+    )
+    return {"profiler_config": profiler}
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:

@@ -10,8 +10,13 @@ temperatures), and that the policy gradient is biased.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +25,15 @@ from rayapp.config.other_models import DistillationSection
 from rayapp.core.timing import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
-from rayapp.learner.batch import stack_rows
+from rayapp.learner.batch import MicroBatch, stack_rows
 from rayapp.learner.step_plan import StepTable
+from rayapp.runs.profiles import MOST_MICRO_BATCHES, Profile, read_trace
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -188,3 +197,50 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
     """Return `timing_s/learner/*`; all but `total` add up to `total`."""
     seconds, total_s = watch.seconds(STRETCHES)
     return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}
+
+
+class Recorder:
+    """torch's profiler around one step of this rank. Of each pass over the micro-batches it records the first
+    MOST_MICRO_BATCHES: the others repeat them, and a trace of all would grow with the batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *on_gpu]
+        self._profiler = profile(activities=self._activities)
+        self._num_passed, self._num_recorded, self._paused_s = 0, 0, 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager for the step."""
+        with self._profiler:
+            yield
+
+    def first_of(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of one pass, recording the first ones."""
+        first, others = batches[:MOST_MICRO_BATCHES], batches[MOST_MICRO_BATCHES:]
+        self._num_passed += len(batches)
+        self._num_recorded += len(first)
+        yield from first
+        if not others:
+            return
+        paused = time.perf_counter()
+        self._profiler.toggle_collection_dynamic(False, self._activities)
+        yield from others
+        self._profiler.toggle_collection_dynamic(True, self._activities)
+        self._paused_s += time.perf_counter() - paused
+
+    def profile(self, process: str) -> Profile | None:
+        """Return the trace; None, with a warning, if it can't be written to a temporary file or is too large."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json.gz"
+            try:
+                self._profiler.export_chrome_trace(str(file))
+                trace = read_trace(file)
+            except (OSError, RuntimeError, ValueError) as error:
+                log.warning("there is no profile of %s: %s", process, error)
+                return None
+        covers = f"{self._num_recorded} of {self._num_passed} micro-batches"
+        return Profile(process=process, trace=trace, covers=covers, paused_s=self._paused_s)

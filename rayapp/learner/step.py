@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ from rayapp.learner.batch import (
 )
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
+from rayapp.learner.metrics import MicroBatchFacts, Recorder, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.policy import (
     DeviceBatch,
     PolicyModel,
@@ -72,6 +73,7 @@ from rayapp.learner.step_plan import (
     row_advantages,
     zero_advantages,
 )
+from rayapp.runs.profiles import Profile
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,9 @@ class PolicyLearner:
     """Log-probs (R,) under the weights with which the last step began, by the trajectory's position in that step. It
     has the trajectories that were computed, and is the same on every rank.
     """
+    profile: Profile | None = None
+    """Profile of the last step in `train.profile_steps`; only on rank 0."""
+    _recorder: Recorder | None = None
 
     def train_step(
         self,
@@ -110,13 +115,33 @@ class PolicyLearner:
         """Train one step. `summaries` are those of all groups of the step, `shares` are this rank's, and `groups`
         belong to `shares`.
         """
-        return _Step(self, step, summaries, shares, groups).run()
+        with self._profiled(step):
+            return _Step(self, step, summaries, shares, groups).run()
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Record the block if it is a step of `train.profile_steps`, on rank 0 only."""
+        self.profile = None
+        if self.ranks.rank or step not in self.config.train.profile_steps:
+            yield
+            return
+        self._recorder = recorder = Recorder(self.ranks.device)
+        try:
+            with recorder.recording():
+                yield
+        finally:
+            self._recorder = None
+        self.profile = recorder.profile("learner-0")
+
+    def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
+        """Return the micro-batches of one pass. In a profiled step only the first ones are recorded."""
+        return batches if self._recorder is None else self._recorder.first_of(batches)
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
         """Score every item without a gradient. Returns scores by row. Collective: every rank must call it."""
         scores: dict[int, RowScores] = {}
         with torch.no_grad():
-            for batch in self.micro_batches(items):
+            for batch in self.recorded(self.micro_batches(items)):
                 on_device = to_device(batch, self.ranks.device, self.ranks.sequence)
                 scores.update(_by_row(batch, model(on_device, options)))
         return scores
@@ -186,7 +211,7 @@ class RowScores:
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """Return a stopwatch for the parts of a step; it waits for the GPU's queue at the end of each part."""
-    return Stopwatch(synchronize=partial(_synchronize, device))
+    return Stopwatch(synchronize=partial(_synchronize, device), region=torch.profiler.record_function)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -353,7 +378,7 @@ class _Step:
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
         with self.watch("forward_backward"):
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(learner.recorded(batches)):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
             if self.config.distillation.needs_logits:
