@@ -316,7 +316,7 @@ def _one_kind(config: Keys, where: str = "") -> None:
 
 
 def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
-    """Return the tasks to train on and those to evaluate: data files, or all others."""
+    """Return the tasks to train on and the tasks to evaluate: only data files, or only other tasks."""
     trained, evaluated = (
         [task for task in tasks if is_data_file(task) == files] for tasks in (config.tasks, config.eval.tasks)
     )
@@ -456,7 +456,7 @@ _FP8, _AMPERE = (8, 9), (8, 0)
 
 
 def gpu_problems(config: Keys, capability: tuple[int, int]) -> list[str]:
-    """Return the settings that vLLM 0.30 can't compute on GPUs of this compute capability, each with the way out."""
+    """Return an error text for each setting that vLLM 0.30 can't compute on GPUs of this compute capability."""
     server, shown = config.server, ".".join(map(str, capability))
     problems = []
     if server.kv_cache_dtype == "fp8" and capability < _FP8:
