@@ -45,7 +45,8 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
-    # `vllm serve` runs this module, but also needs a package named `vllm`, and the CPU build has another name.
+    # Don't call `vllm serve`, which runs the same module: it needs a package named `vllm`, and vLLM's CPU build has
+    # another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     for name, value in options.items():
         # vLLM's flags come in pairs: --enforce-eager and --no-enforce-eager.
@@ -58,7 +59,7 @@ class ModelServer(Restartable):
 
     Args:
         config: config of the run.
-        section: one of its model_servers.
+        section: this server's section of `model_servers` in the config.
         command: makes the command line; tests replace `vllm_serve`.
     """
 
@@ -78,7 +79,7 @@ class ModelServer(Restartable):
         Args:
             address: address of an earlier start, which clients still use.
         Raises:
-            EngineError: the server ended, or the address is another node's.
+            EngineError: the server ended, or `address` belongs to another node.
         """
         from rayapp.storage.models.fetch import with_local_model
 
@@ -125,7 +126,7 @@ class ModelServer(Restartable):
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also the supervisor, and a server that the supervisor did not end
+            os.killpg(process.pid, signal.SIGKILL)  # kills supervisor and server
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -138,7 +139,9 @@ class ModelServer(Restartable):
 
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
+    """Start a command under a supervisor. It ends the command when its standard input closes, so at the latest when
+    this process ends.
+    """
     return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
 
 

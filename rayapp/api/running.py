@@ -5,7 +5,7 @@ In a script they run in the calling thread, which receives the signals. If that 
 notebook), they run in a separate thread, and the caller waits for it.
 
 `with_checkpoint_as_model` replaces a checkpoint by a model folder: the checkpoint's `hf_model`, or a temporary folder
-made with the base model that the run's config.yaml names.
+made with the base model that the run's config.yaml names. `with_adapter_folders` does so for adapters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rayapp.core.names import giving
 from rayapp.core.own_thread import awaited, work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
 from rayapp.storage.folders import MANIFEST
+from rayapp.storage.models.check import adapter_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,6 +179,47 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
         yield with_values(config, model={"path": folder})
 
 
+@contextmanager
+def with_adapter_folders(config: Config, adapters: Mapping[str, Path]) -> Iterator[dict[str, str]]:
+    """Yield a folder in peft's form for each adapter, made from a checkpoint where it is one.
+
+    Args:
+        adapters: name -> such a folder, or a checkpoint (`checkpoints/step=…`) of a run that trains adapters.
+    Raises:
+        InputError: a path is neither, or the run adapts another model than this config's.
+        CheckpointError: the adapters of a checkpoint can't be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="rayapp-adapters-") as scratch:
+        folders = dict[str, str]()
+        for name, path in adapters.items():
+            try:
+                folders[name] = str(_adapter_folder(config, path, Path(scratch) / name))
+                adapter_rank(Path(folders[name]))
+            except InputError as error:
+                raise InputError(f"adapter {name}: {error}") from error
+        yield folders
+
+
+def _adapter_folder(config: Config, path: Path, out: Path) -> Path:
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}")
+    if not path.name.startswith("step="):
+        return path.absolute()
+    from rayapp.learner.state.hf_folder import checkpoint_to_adapter  # loads torch: seconds
+
+    _whole(path, config)
+    own = _config_of_run(path)
+    if own.learner.lora.rank == 0:
+        raise InputError(f"checkpoint {path} is of a run that trains all weights: serve it with --model")
+    if Path(own.model.path).absolute() != Path(config.model.path).absolute():
+        raise InputError(
+            f"checkpoint {path} adapts {own.model.path}, but {config.model.path} is served: give --model "
+            f"{own.model.path}"
+        )
+    checkpoint_to_adapter(own, path / "learner", out)
+    return out
+
+
 def _whole(path: Path, config: Config) -> Checkpoint:
     found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
     if path.name not in found:
@@ -191,14 +233,20 @@ def _whole(path: Path, config: Config) -> Checkpoint:
 
 
 def _convert(path: Path, out: Path) -> None:
-    from rayapp.config.loading import load_config
-    from rayapp.driver.sft import after_warmup
     from rayapp.learner.state.hf_folder import checkpoint_to_hf  # loads torch: seconds
 
-    file = path.parent.parent / "config.yaml"
+    checkpoint_to_hf(_config_of_run(path), path / "learner", out)
+
+
+def _config_of_run(checkpoint: Path) -> Config:
+    """Return the config of a checkpoint's run, with the base model that its learners started from."""
+    from rayapp.config.loading import load_config
+    from rayapp.driver.sft import after_warmup
+
+    file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
         raise InputError(
-            f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base model, is "
-            "missing: evaluate the checkpoint in its run folder"
+            f"checkpoint {checkpoint} was saved without hf_model, and its run's {file}, which names the base model, is "
+            "missing: use the checkpoint in its run folder"
         )
-    checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)
+    return after_warmup(load_config(file))

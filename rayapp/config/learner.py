@@ -31,6 +31,10 @@ class OptimizerSection(FrozenModel):
     """Learning rate at the end of the schedule as a share of lr; has no effect on a constant schedule."""
 
 
+MAX_ADAPTER_RANK = 512
+"""Highest rank of an adapter that vLLM serves."""
+
+
 class LoraSection(FrozenModel):
     """Low-rank adapters, trained instead of all weights."""
 
@@ -52,10 +56,10 @@ class LoraSection(FrozenModel):
 
     @model_validator(mode="after")
     def _vllm_has_the_rank(self) -> Self:
-        if self.sends_adapter and self.rank > 512:
+        if self.sends_adapter and self.rank > MAX_ADAPTER_RANK:
             raise ValueError(
-                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most 512. Lower it, or set "
-                "learner.lora.send: merged."
+                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most {MAX_ADAPTER_RANK}. Lower it, "
+                "or set learner.lora.send: merged."
             )
         return self
 

@@ -2,7 +2,7 @@
 
 For debugging and measuring the learner. Starting from CONFIG's model, it trains on each recorded step in order, writes
 the metrics, and compares them with the recorded ones. With its own config a synchronous run on CPU is repeated to the
-last bit. Writes neither checkpoints nor a model.
+last bit. A replay writes neither checkpoints nor a model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def recorded_metrics(recorded: Path) -> dict[int, dict[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Metric whose value differs from the recorded one."""
+    """Metric whose value differs from its recorded value."""
 
     step: int
     name: str
@@ -106,7 +106,7 @@ class Difference:
 def differences(
     step: int, recorded: Mapping[str, float], replayed: Mapping[str, float]
 ) -> tuple[int, list[Difference]]:
-    """Return how many metrics were compared, and those that differ in any bit."""
+    """Return the number of compared metrics, and the metrics that differ in any bit."""
     names = [name for name in sorted(recorded) if name.startswith(REPEATED) and name in replayed]
     found = [
         Difference(step=step, name=name, recorded=recorded[name], replayed=replayed[name])

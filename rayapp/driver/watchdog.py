@@ -129,7 +129,7 @@ class Watchdog:
         try:
             async with asyncio.timeout(DUMP_S):
                 return f"The stacks of all processes are in {await self._dump_stacks()}."
-        except Exception as error:  # boundary: writing the stacks may hang for the same reason
+        except Exception as error:  # writing the stacks may fail or hang as the run does
             return f"The stacks could not be written ({type(error).__name__}: {error})."
 
     def describe(self) -> str:

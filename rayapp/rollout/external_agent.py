@@ -3,9 +3,9 @@
     messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Trajectory with the answer
 
 Each source with an external agent has one `ExternalAgent` per rollout worker. The task or the data row scores the
-answer, as with any agent. If a limit (tokens, turns, time) ends a trajectory, its answer is scored, whatever the
-program's exit status. If the program fails before a limit is reached, the trajectory fails, unless `on_failure` is
-score. If the program never calls the policy, the trajectory always fails.
+answer, as with any agent. If a limit (tokens, turns or time) ends a trajectory, its answer is scored, whatever the
+program's exit status. If the program fails before a limit is reached, the trajectory fails; with `on_failure: score`,
+its answer is scored. If the program never calls the policy, the trajectory always fails.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ Entry = Callable[[AgentCall], Awaitable[Any]]
 
 
 class ExternalAgent:
-    """Agent that runs a user's program or function for each trajectory. Make it with `open`; `close` it at the end.
+    """Agent that runs a user's program or function for each trajectory. Make it with `open`, and call `close` at the
+    end.
 
     Args:
         config: config of the source.
         formats: chat formats of the model.
         entry: the user's function; None runs the user's command.
-        sandboxes: source of the sandboxes that programs run in if `agent.external.inside` is set.
-        files: the agent's own files, by relative path.
+        sandboxes: source of the sandboxes in which programs run if `agent.external.inside` is set.
+        files: relative path -> text of the agent's own files.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ExternalAgent:
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
-        """Return an agent for the run's model and the section `agent`, listening for calls.
+        """Make an agent for the run's model and the section `agent`, and start its gateway.
 
         Raises:
             ConfigError: the program, the function or one of the agent's files can't be found.
@@ -83,18 +84,19 @@ class ExternalAgent:
         return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
 
     async def started(self) -> ExternalAgent:
-        """Start the gateway's server; return this object."""
+        """Start the gateway's server. Return this object."""
         await self._gateway.start()
         return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
-        """Return the token ids of the rendered messages. Callers use only their number, because agents write their own
-        prompts.
+        """Return the token ids of the rendered messages. Callers use only the number of ids, because external agents
+        write their own prompts.
         """
         return self._formats.plain.chat.prompt_ids(messages)
 
     async def prompt(self, problem: Problem) -> Prompt:
-        """Return the problem's prompt without token ids: the agent itself writes the prompts that the policy reads.
+        """Return the problem's prompt without token ids, because the agent itself writes the prompts that the policy
+        reads.
 
         Raises:
             InputError: a message is not text, or the task can't be played by an agent.
@@ -121,7 +123,7 @@ class ExternalAgent:
         """Play one trajectory.
 
         Args:
-            entry: function that plays; None for the source's own program or function.
+            entry: function that plays instead of the source's own program or function; None for these.
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
@@ -185,7 +187,7 @@ class ExternalAgent:
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
         if not acting.cancelled():
-            acting.result()  # raise an error that must end the run, such as a machine without the required isolation
+            acting.result()  # raise errors that must end the run, such as missing isolation
 
     async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
         assert self._sandboxes is not None, "agent.external.inside without sandboxes"

@@ -40,7 +40,7 @@ from rayapp.core.files import (
 from rayapp.core.types import FloatArray, Group
 from rayapp.core.version import __version__
 from rayapp.runs.checkpoints import CheckpointFolder
-from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, TRAJECTORIES
+from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, PROFILES, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
 from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
@@ -57,6 +57,7 @@ FREE_KEYS = (
     *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
     "data.cache_dir",
     *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
+    "train.profile_steps",
     *_of("learner", "step_timeout_s", "offload_when_idle"),
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
     *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
@@ -305,6 +306,9 @@ class RunFolder:
             for file in (self.path / folder).glob("step=*.parquet"):
                 if int(file.stem.removeprefix("step=")) > version:
                     file.unlink(missing_ok=True)
+        for profile in (self.path / PROFILES).glob("step=*"):
+            if int(profile.name.removeprefix("step=")) > version:
+                remove_tree(profile)
         # Do this after deleting the local files: otherwise the mirror would upload them again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)

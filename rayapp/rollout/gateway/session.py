@@ -14,7 +14,7 @@ import secrets
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -168,6 +168,8 @@ class Session:
     """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
     structured: Structured = "refuse"
     """Treatment of calls that ask for a form; see `agent.external.structured`."""
+    adapters: Collection[str] = ()
+    """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of this session's calls by name, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
@@ -494,6 +496,7 @@ class Session:
             structured_outputs=ask.form.structured if ask.form is not None else {},
             wants_allowed=not self.follows_requests,
             num_top_log_probs=ask.num_top_log_probs or 0,
+            adapter=ask.model if ask.model in self.adapters else "",
         )
         choices, splitters = list[Choice](), list[Splitter]()
         if live is not None:
