@@ -190,7 +190,10 @@ class LearnerGroup:
         """
         if not self.holds(version):
             held = "a half-finished step" if self._version is None else f"version {self._version}"
-            raise CheckpointError(f"{folder} is for version {version}, but the learners hold {held}.")
+            raise CheckpointError(
+                f"the checkpoint {folder} can't be saved: it is for policy version {version}, but the learners hold "
+                f"{held}."
+            )
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 

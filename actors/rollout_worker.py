@@ -46,7 +46,7 @@ class RolloutWorker(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         servers: every vLLM server.
         pool: pool that leases sandboxes.
         given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.
@@ -174,7 +174,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} got a group before it is ready")
+            raise RayappError(f"{self!r} got a group before it was ready")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:

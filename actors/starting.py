@@ -193,7 +193,7 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
 
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:
-    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    """Start the sandbox-pool actor. Call `ready_pool` next."""
     return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
 
 
@@ -227,7 +227,7 @@ def spawn_servers(
     must_sync: bool,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[VllmServerHandle, ...]:
-    """Start the vLLM servers; `adapters` are those that requests may name, in folders."""
+    """Start the vLLM servers; `adapters` are the adapters that requests may name: name -> folder."""
     loading = [dict(adapters)] if adapters else []
     return tuple(
         started.add(

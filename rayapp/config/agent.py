@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.config.other_models import plain_url
 from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
@@ -48,6 +49,26 @@ class DataSection(FrozenModel):
     """Folder on each machine for copies of remote files and of a model on s3://."""
 
 
+class EndpointSection(FrozenModel):
+    """Model that answers an agent's calls under other models' names, if `agent.external.models` is endpoint."""
+
+    base_url: str = ""
+    """Base URL for OpenAI or Anthropic clients, ending in /v1 for most servers, e.g. https://api.openai.com/v1. Calls
+    are sent on as they are, so the endpoint must offer the API that the agent uses. run://NAME: one of model_servers,
+    a frozen model that the run starts."""
+    model: str = ""
+    """The model's name at base_url; with run://NAME it is NAME. Empty: the name in the call."""
+    api_key_env: str = ""
+    """Environment variable of the rollout workers that holds the key; agents never see it. Empty: no key."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Deadline of one call."""
+
+    @field_validator("base_url", mode="after")
+    @classmethod
+    def _plain_url(cls, value: str) -> str:
+        return plain_url(value) if value else value
+
+
 class ExternalSection(FrozenModel):
     """The user's own agent, which calls the policy through OpenAI's or Anthropic's API (docs/agents.md)."""
 
@@ -72,10 +93,12 @@ class ExternalSection(FrozenModel):
     """Characters of the program's output that are kept with its trajectory, counted from the end."""
     files: dict[str, Path] = Field(default_factory=dict)
     """Text files to copy into the agent's folder: relative path there -> file, e.g. {agent.py: my/agent.py}."""
-    models: Literal["train", "untrained", "refuse"] = "train"
+    models: Literal["train", "untrained", "endpoint", "refuse"] = "train"
     """Treatment of calls that name another model than RAYAPP_MODEL, e.g. those of a title generator. train: record them
     like all others. untrained: the policy answers them, but they are not turns or tokens of the trajectory, and never
-    its answer. refuse: answer with the error model_not_found."""
+    its answer. endpoint: the model of `endpoint` answers them, and they are not part of the trajectory. refuse: answer
+    with the error model_not_found."""
+    endpoint: EndpointSection = EndpointSection()
     structured: Literal["refuse", "free", "guide"] = "refuse"
     """Treatment of calls that ask for JSON of a form (response_format, text.format) or for a tool call (tool_choice).
     refuse: answer with an error. free: sample without the form, and count the call in the metric

@@ -42,6 +42,10 @@ def _model_servers_fit(config: Keys) -> None:
         raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
     asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
     asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
+    for source, own in config.by_source():
+        endpoint = own.agent.external.endpoint
+        name = server_named(endpoint.base_url)
+        asked[f"{_named(source)}agent.external.endpoint"] = (endpoint.base_url, "model", endpoint.model or name)
     for who, (base_url, key, model) in asked.items():
         name = server_named(base_url)
         if name and name not in names:
@@ -51,8 +55,8 @@ def _model_servers_fit(config: Keys) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): no judge or teacher uses this server. Set base_url: {SCHEME}{idle[0]} in a "
-            "judge that reward.judges names, or in distillation, or remove the server."
+            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Set base_url: {SCHEME}{idle[0]} "
+            "in a judge that reward.judges names, in distillation, or in agent.external.endpoint, or remove the server."
         )
 
 
@@ -115,6 +119,11 @@ def _external_agents_fit(config: Keys) -> None:
             raise ValueError(
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        if (external.models == "endpoint") != bool(external.endpoint.base_url):
+            raise ValueError(
+                f"{where}agent.external.models is {external.models}, and agent.external.endpoint.base_url is "
+                f"{external.endpoint.base_url!r}: set both (models: endpoint), or neither (docs/agents.md)."
             )
         if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
             raise ValueError(

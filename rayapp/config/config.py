@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from rayapp.config.agent import AgentSection
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
 from rayapp.config.other_models import ModelServerSection, server_named
@@ -75,6 +76,14 @@ def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
     def address(base_url: str) -> str:
         return urls.get(server_named(base_url), base_url)
 
+    def of_agent(agent: AgentSection) -> AgentSection:
+        endpoint = agent.external.endpoint
+        own = {"base_url": address(endpoint.base_url), "model": server_named(endpoint.base_url) or endpoint.model}
+        external = agent.external.model_copy(update={"endpoint": endpoint.model_copy(update=own)})
+        return agent.model_copy(update={"external": external})
+
     judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
     teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
-    return config.model_copy(update={"judges": judges, "distillation": teacher})
+    sources = tuple(source.model_copy(update={"agent": of_agent(source.agent)}) for source in config.sources)
+    own = {"judges": judges, "distillation": teacher, "agent": of_agent(config.agent), "sources": sources}
+    return config.model_copy(update=own)

@@ -1,4 +1,4 @@
-"""Starts all actors of a run together and ends them together. The only module that imports `actors`.
+"""Starts all actors of a run together and ends them together. No other module imports `actors`.
 
 `open_cluster` is a context manager: however its block ends, no actor, engine process or sandbox is left. The driver
 uses a `Cluster` and never sees a Ray handle.

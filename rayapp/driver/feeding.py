@@ -141,7 +141,7 @@ async def _prefetch(run: Training, ids: Sequence[int]) -> None:
         try:
             await run.cluster.rollout_workers[index].prefetch(images)
         except RayappError as error:  # a worker that is being replaced pulls its images when it needs them
-            log.info("images of the next groups were not pulled ahead: %s", error)
+            log.info("images of the next groups were not pulled in advance: %s", error)
 
 
 def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:

@@ -146,7 +146,7 @@ class FailureBudget:
                 f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons "
                 f"other than the policy ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. "
                 "Nothing was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column "
-                "reward_detail); the run continues from its last checkpoint."
+                "reward_detail), then start the run again: it continues from its last checkpoint."
             )
 
     def lost_group(self, config: Config, reason: str) -> None:

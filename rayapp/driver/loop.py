@@ -188,7 +188,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "If the learning rate is constant, raise train.num_steps to train more steps. For a new run, choose "
                 "another run.name."
             )
             return
@@ -271,7 +271,9 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. Then, and on other errors, the step is saved."""
+    """Call `on_step`; return True if it raises StopTraining. If it raises any error, StopTraining included, the step is
+    saved.
+    """
     try:
         told = on_step(step, metrics)
         if told is not None:

@@ -76,8 +76,8 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
     files = sorted(folder.glob("step=*.parquet"))[:num_steps]
     if not files:
         raise InputError(
-            f"{folder} holds no trajectories. --replay takes the folder of a run, e.g. outputs/coding_cpu, that was "
-            "trained with tracking.trajectories: true."
+            f"{folder} holds no trajectories. Give --replay the folder of a run that was trained with "
+            "tracking.trajectories: true, e.g. outputs/coding_cpu."
         )
     steps = [int(file.stem.removeprefix("step=")) for file in files]
     if steps != list(range(1, len(files) + 1)):
@@ -145,6 +145,6 @@ def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str
     elif not found:
         yield f"replayed: all {num_compared} metrics equal the recorded ones to the last bit"
     else:
-        yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones, first:"
+        yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones. The first are:"
         for d in found[:5]:
             yield f"  step {d.step} {d.name}: {d.recorded!r} recorded, {d.replayed!r} now"

@@ -60,7 +60,9 @@ class BestMetric:
         return value if value is not None and math.isfinite(value) else None
 
     def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError, unless the metric may belong to a task that this step had no groups of."""
+        """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
+        others.
+        """
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
             return
@@ -182,8 +184,8 @@ async def restore(
             continue
         if version != checkpoint.version:
             raise CheckpointError(
-                f"{checkpoint.path} holds the weights of step {version} instead of its own step: delete this "
-                "checkpoint, or its run."
+                f"{checkpoint.path} holds the weights of step {version}, which is not the step in its name: delete "
+                "this checkpoint, or the whole run."
             )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)

@@ -247,7 +247,8 @@ async def _finish(saver: CheckpointSaver) -> None:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Limit the block to SAVE_S, and end the process by force later if it hangs on a disk.
+    """Context manager that limits the block to SAVE_S seconds. If the process hangs on a disk after that, it is ended
+    by force.
 
     Raises:
         CheckpointError: the block took too long, or the learners were lost.

@@ -122,7 +122,7 @@ class Watchdog:
         self._report(f"{what} {self.describe()} The run stops.")
         raise StalledError(
             f"{what} {self.describe()} {await self._dumped()} If a step really takes that long, raise "
-            "recovery.stall_stop_s; else start the run again: it continues from its last checkpoint."
+            "recovery.stall_stop_s; otherwise start the run again: it continues from its last checkpoint."
         )
 
     async def _dumped(self) -> str:

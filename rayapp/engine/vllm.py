@@ -262,7 +262,7 @@ class VllmEngine:
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
-                "the log-probs that training uses; only evaluation may filter"
+                "the log-probs that training uses; they are only for evaluation"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
@@ -386,7 +386,9 @@ class VllmEngine:
             await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
             self._load.forgive(self._versions.num_open)
         except Exception as error:  # vLLM may raise anything
-            raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(
+                f"the engine can't sleep and keeps its GPU memory: {type(error).__name__}: {error}"
+            ) from error
         self._is_asleep = True
         return True
 

@@ -164,7 +164,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
     """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
 
     Args:
-        adapters: see `adapter_args`.
+        adapters: adapters to load at the start: name -> folder in peft's form.
     """
     server, on_gpu = config.server, is_on_gpu(config)
     return {

@@ -63,14 +63,16 @@ def head_rule(causal_lm: Any) -> HeadRule:
     """
     name, text = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise InputError(f"{name} has a bias in its output embedding, which the learner lacks")
+        raise InputError(f"{name} has a bias in its output embedding, which the learner does not support")
     factor = 1.0
     for key in (*_DIVISORS, *_FACTORS):
         if (value := getattr(text, key, None)) is not None:
             factor *= 1.0 / value if key in _DIVISORS else value
     cap = getattr(text, "final_logit_softcapping", None)
     if cap is not None and factor != 1.0:
-        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: only one is supported")
+        raise InputError(
+            f"{name} scales its logits by {factor:g} and caps them at {cap:g}: the learner supports only one of the two"
+        )
     return HeadRule(factor=factor, softcap=cap)
 
 

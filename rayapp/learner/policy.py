@@ -427,13 +427,13 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether this is a norm to compile; torch's own norms are single kernels already."""
+    """Return True if the module is a norm to compile. Torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether this is a gated MLP of plain linear layers, without adapters."""
+    """Return True if the module is a gated MLP of plain linear layers, without adapters."""
     children = dict(module.named_children())
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
 

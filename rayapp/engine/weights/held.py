@@ -255,7 +255,7 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
         if not error <= MAX_ROUNDING:
             raise ValueError(
                 f"{name}: the layer computes with another matrix than the learner sent: its columns differ by "
-                f"{error:.2g} of their norm, and rounding to 8 bits explains {MAX_ROUNDING:g}"
+                f"{error:.2g} of their norm, but rounding to 8 bits explains only {MAX_ROUNDING:g}"
             )
         compared.add(name)
     sent.clear()

@@ -174,7 +174,10 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
-        raise ConfigError(f"algorithm.gdpo_reward_terms names {missing}, but all rewards have only {sorted(whole)}")
+        raise ConfigError(
+            f"algorithm.gdpo_reward_terms names {missing}, which some rewards lack; all rewards have only "
+            f"{sorted(whole)}"
+        )
     prompts = torch.zeros(mask.shape[0], 0)
     terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}

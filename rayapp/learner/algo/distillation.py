@@ -189,6 +189,6 @@ def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
         return np.array([0.0, *(float(entry[str(token)]["logprob"]) for token, entry in pairs)], np.float32)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LearnerError(
-            "distillation.base_url: its answers don't have prompt_logprobs for every token "
-            f"({type(error).__name__}: {error}). It must be a vLLM server (vllm serve MODEL)."
+            "distillation.base_url: the server's answers don't have prompt_logprobs for every token "
+            f"({type(error).__name__}: {error}). Use a vLLM server (vllm serve MODEL)."
         ) from error

@@ -254,7 +254,7 @@ class EngineErrors:
 
 
 async def engine_errors(configs: tuple[Config, Config], groups: list[Group], final: Path) -> EngineErrors:
-    """Start vLLM with a model that a learner exported, and sync weights twice.
+    """Start vLLM with a model that a learner exported, sync weights twice, and return the differences of log-probs.
 
     Args:
         configs: configs of two models of one architecture; the engine starts with the first.

@@ -138,13 +138,13 @@ class GpuPlan:
     server_share: int
     """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """Largest full tensor and the buckets, while weights are sent."""
+    """Bytes of the largest full tensor and of the buckets, which exist while weights are sent."""
     export: int
-    """Largest full tensor, while weights are exported."""
+    """Bytes of the largest full tensor, which exists while weights are exported."""
 
     @property
     def training(self) -> int:
-        """The learner's peak, plus the sleeping server if they share the GPU."""
+        """Bytes at the learner's peak, including the sleeping server if they share the GPU."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
@@ -474,7 +474,7 @@ class NodePlan:
     backups: int
     """Weights of sleeping servers, in pinned memory."""
     learners: int
-    """Learners' tensors in host memory: `learner.cpu_offload`, `learner.offload_when_idle`."""
+    """Tensors that learners keep in host memory (`learner.cpu_offload`, `learner.offload_when_idle`)."""
     staging: int
     """Copies from which a checkpoint is written."""
     processes: int

@@ -396,8 +396,9 @@ def _double(number: str) -> float | None:
 
 
 Kind = Literal[
-    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine"
-]
+    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine",
+    "endpoint",
+]  # fmt: skip
 STATUS: dict[Kind, int] = {
     "invalid": 400,
     "key": 401,
@@ -411,6 +412,7 @@ STATUS: dict[Kind, int] = {
     "tokens": 400,
     "busy": 429,
     "engine": 503,
+    "endpoint": 502,
 }
 
 

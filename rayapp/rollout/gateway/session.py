@@ -14,11 +14,11 @@ import secrets
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rayapp.core.aio import side_by_side
 from rayapp.core.errors import EngineDeadError, EngineError, RayappError
@@ -44,10 +44,14 @@ from rayapp.rollout.gateway.conversation import (
 )
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
 from rayapp.rollout.gateway.forms import too_large
+from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
+
+if TYPE_CHECKING:
+    from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
 
 MOST_CHOICES = 16
 MOST_TURNS_AT_ONCE = 64
@@ -166,6 +170,8 @@ class Session:
     """Conversations that calls may continue by a reply's id (Responses)."""
     other_models: Literal["train", "untrained", "refuse"] = "train"
     """Treatment of calls that name another model than MODEL; see `agent.external.models`."""
+    forwarder: Forwarder | None = None
+    """Client of the endpoint that answers calls under other models' names; None if there is none."""
     structured: Structured = "refuse"
     """Treatment of calls that ask for a form; see `agent.external.structured`."""
     adapters: Collection[str] = ()
@@ -186,6 +192,8 @@ class Session:
     _sides: list[Session] = field(default_factory=list)
     """Sessions of calls that are not recorded: one session per call, while the call is answered."""
     _num_sides: int = 0
+    _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks of requests that the endpoint answers."""
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
         """Return the body of a request as a call.
@@ -195,14 +203,42 @@ class Session:
         Raises:
             RefusedError: the body is not a call of that API.
         """
-        if len(body) > self.limits.max_body_bytes:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
-        if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
+        self._check_body(body)
         ask = await self._beside(len(body), lambda: read(body))
         if ask.form is None or self.structured != "free":
             return ask
         return replace(ask, form=None, is_freed=True, not_followed=(*ask.not_followed, ask.form.field))
+
+    def _check_body(self, body: bytes) -> None:
+        if len(body) > self.limits.max_body_bytes:
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
+        if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
+            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
+
+    async def other_models_call(self, body: bytes) -> Mapping[str, Any] | None:
+        """Return a body as data if it names another model than MODEL, and count the call; otherwise None.
+
+        Raises:
+            RefusedError: the body is no JSON object, or the session has no such calls left.
+        """
+        self._check_body(body)
+        data = await self._beside(len(body), lambda: parsed(body))
+        if data.get("model", MODEL) == MODEL:
+            return None
+        self._check_open()
+        self._take_side_calls(1)
+        return data
+
+    @contextmanager
+    def cancelling_at_end(self) -> Iterator[None]:
+        """Context manager that cancels the present task when the session ends."""
+        task = asyncio.current_task()
+        assert task is not None, "called in a task"
+        self._forwarded.add(task)
+        try:
+            yield
+        finally:
+            self._forwarded.discard(task)
 
     @contextmanager
     def answering(self, ask: Ask, live: Live | None, sending: Sending) -> Iterator[asyncio.Task[Reply]]:
@@ -266,14 +302,7 @@ class Session:
         self._check_open()
         if self.other_models == "refuse":
             raise RefusedError("no_model", f"there is no model {ask.model[:200]!r}; the model is {MODEL!r}")
-        self.counts["side_calls"] += 1
-        self._num_sides += ask.num_choices
-        if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
-            raise RefusedError(
-                "turns",
-                f"the session has had {self._num_sides - ask.num_choices} turns under other models' names: at most "
-                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
-            )
+        self._take_side_calls(ask.num_choices)
         side = self._side(self.request_id._replace(side=self._num_sides))
         self._sides.append(side)
         try:
@@ -282,6 +311,16 @@ class Session:
             self._sides.remove(side)
             if side.trouble.done() and (error := side.trouble.exception()) is not None:
                 self.fail(error)
+
+    def _take_side_calls(self, number: int) -> None:
+        self.counts["side_calls"] += 1
+        self._num_sides += number
+        if self._num_sides > _SIDE_CALLS_A_TURN * self.limits.max_turns:
+            raise RefusedError(
+                "turns",
+                f"the session has had {self._num_sides - number} turns under other models' names: at most "
+                f"{_SIDE_CALLS_A_TURN} times agent.max_assistant_turns are allowed. Name the model {MODEL!r}",
+            )
 
     def _side(self, request_id: RequestId) -> Session:
         limits = SessionLimits(max_tokens=self.limits.max_tokens, max_turns=MOST_CHOICES)
@@ -339,6 +378,8 @@ class Session:
             task.cancel()
         for side in self._sides:
             side.end()
+        for request in self._forwarded:
+            request.cancel()
         for left in self._unanswered.values():
             left.cancel()
         self._unanswered.clear()
