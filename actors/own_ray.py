@@ -183,7 +183,7 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
     Searches the Ray that the config names; if it names none, every Ray of this machine.
 
     Raises:
-        ConfigError: none of them executes the run.
+        ConfigError: no Ray that was searched executes the run.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray

@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: begins them after a step, and commits them while later steps are trained.
+"""Begins checkpoints after a step, and commits them while later steps are trained. This is the driver's part of saving.
 
 The learners copy their state to host memory and write it in threads; a task of the driver polls them until they are
 done and then commits the folder. At most one checkpoint is written at a time.

@@ -432,7 +432,7 @@ class RefusedError(Exception):
 def not_offered(wish: str) -> str:
     """Return the error message for a request that no server of these APIs supports."""
     return (
-        f"{wish} is not supported: sampling settings and chat template are those that the policy is trained with. "
+        f"{wish} is not supported: the policy keeps the sampling settings and chat template of its training. "
         "Leave it out"
     )
 
