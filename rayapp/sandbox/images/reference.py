@@ -50,7 +50,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """True if no registry can change the image that this name means: it has a digest, or names an image on this node."""
+        """True if no registry can change the image that this name means: it has a digest, or names no registry."""
         return bool(self.digest) or self.kind != "registry"
 
     def pinned(self, digest: str) -> Reference:

@@ -195,7 +195,7 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Report an error that occurred before candidate code began, and end. It is a failure of the sandbox."""
+    """End this process, and report an error from before candidate code began as a failure of the sandbox."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
