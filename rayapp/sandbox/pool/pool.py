@@ -200,7 +200,7 @@ class LeasePool:
         return self._reclaim([held.lease.lease_id for held in expired])
 
     def reclaim_of(self, *holders: str) -> int:
-        """Take back all leases of dead holders, and remove their callers from the queue. Return the number of leases."""
+        """Take back all leases of dead holders, and remove their callers from the queue. Return the leases' number."""
         for holder in holders:
             # First remove the waiting callers of all dead holders. Otherwise a lease that becomes free could go to one
             # of them.
