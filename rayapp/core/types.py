@@ -138,7 +138,7 @@ class Completion:
     top_log_probs: FloatArray | None = None
     """(T, k) log-probs of the tokens in `top_ids`, largest first."""
     allowed: AllowedTokens | None = None
-    """With `SamplingParams.wants_allowed`: tokens of the vocabulary that the form allowed at each sampled position."""
+    """Tokens of the vocabulary that the form allowed at each sampled position, if `SamplingParams.wants_allowed`."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
