@@ -217,7 +217,7 @@ class LeasePool:
                     turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders without a recent heartbeat. Returns the number of leases."""
+        """Take back the leases of holders without a recent heartbeat. Return the number of leases."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 

@@ -168,7 +168,7 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """Run one job, from its arrival until "done" is sent. Returns the exit status."""
+    """Run one job, from its arrival until "done" is sent. Return the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
@@ -260,7 +260,7 @@ def send(payload: bytes) -> None:
 
 
 def _run(job: Job) -> int:
-    """Run the job by its kind. Returns the exit status."""
+    """Run the job by its kind. Return the exit status."""
     kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
