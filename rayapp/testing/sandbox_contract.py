@@ -164,7 +164,7 @@ async def a_process_left_behind_ends_with_its_run(provider: SandboxProvider) -> 
         started = time.monotonic()
         result = await sandbox.run_code(code, timeout_s=20)
         assert time.monotonic() - started < 15, "the call waited for the daemon"
-        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll forbids fork
+        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll (Landlock) forbids fork
 
 
 async def a_command_runs_with_its_input(provider: SandboxProvider) -> None:

@@ -196,7 +196,7 @@ def _read_rows(path: Path) -> list[Columns]:
         else:
             with path.open(encoding="utf-8") as lines:
                 rows = [row for _, row in json_lines(lines, path.name)]
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(
