@@ -195,8 +195,8 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
 
 
 async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
-    """With different hash seeds, the order of a set of strings, and therefore a verdict, would depend on the
-    sandbox.
+    """Check that sandboxes have the same hash seed. Otherwise the order of a set of strings, and so a verdict, would
+    depend on the sandbox.
     """
     outputs = []
     for _ in range(2):

@@ -73,7 +73,8 @@ class OpenEnvEnvironment(_Environment):
     """Field of the action that takes the policy's text of a turn. If empty, the policy calls the tool `step` instead of
     writing text."""
     reward: Literal["sum", "last"] = "sum"
-    """How the rewards of the environment's steps give the trajectory's reward: their sum, or the last one."""
+    """Rule that makes the trajectory's reward from the rewards of the environment's steps: their sum, or the last
+    one."""
 
     @field_validator("url")
     @classmethod
