@@ -36,9 +36,10 @@ def describe() -> dict[str, object]:
 
 
 def python_unit_s(rounds: int = 20) -> float:
-    """Return CPU seconds of a fixed piece of plain Python on one core: the unit for costs of our own Python.
+    """Return the CPU seconds of a fixed piece of plain Python on one core: the unit for costs of rayapp's own Python
+    code.
 
-    Takes the best of several rounds. A cost in this unit is nearly the same on a slower or busy machine.
+    The result is the best of several rounds. A cost in this unit is nearly the same on a slower or busy machine.
     """
     document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
     seconds = []
@@ -52,7 +53,9 @@ def python_unit_s(rounds: int = 20) -> float:
 
 
 def measure_limits() -> dict[str, float]:
-    """Return the limits, best of a few rounds: matrix products in the model's own shapes, and memory streams."""
+    """Return the machine's limits, the best of a few rounds: the rate of matrix products in the model's own shapes, and
+    of memory streams.
+    """
     import torch
 
     def gflops(dtype: torch.dtype) -> float:

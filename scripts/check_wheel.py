@@ -1,7 +1,8 @@
-"""`python -m scripts.check_wheel [EXTRA]`: install the wheel in an empty environment and run its commands.
+"""Installs the wheel in an empty environment and runs its commands: `python -m scripts.check_wheel [EXTRA]`.
 
-Builds wheel and environment below a temporary folder, installs the wheel with the extra (default: view) from the index
-that pip knows, and runs commands there, away from this checkout. `twine check` reads the metadata as PyPI would.
+The wheel and the environment are made in a temporary folder. The wheel is installed with the extra (default: view) from
+pip's index. The commands run in the temporary folder, away from this checkout. `twine check` reads the wheel's metadata
+as PyPI would.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NEEDED = (
     "rayapp/sandbox/local/battery/bombs.yaml",
     "actors/environments/learner.yaml",
 )
-"""Files besides modules that the wheel must have. A missing file would be noticed only in use."""
+"""Files other than modules that the wheel must have. Without this check, a missing file would be noticed only in
+use."""
 PROGRAM = """
 import sys, rayapp
 from pathlib import Path
@@ -45,10 +47,10 @@ OF_EXTRA = {"view": [], "cpu": [["-m", "rayapp", "doctor"], ["-c", "import ray, 
 
 
 def build(folder: Path) -> Path:
-    """Build the wheel of this checkout; return its path.
+    """Build the wheel of this checkout. Return its path.
 
     Raises:
-        CalledProcessError: it can't be built.
+        CalledProcessError: the wheel can't be built.
     """
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([*pip, str(ROOT)], check=True, stdout=subprocess.DEVNULL)

@@ -278,7 +278,7 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} holds "
+            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} keeps "
             f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
             f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
             "config"

@@ -63,9 +63,11 @@ class ExternalAgent:
         sandboxes: SandboxSource | None = None,
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which other runs don't need
+        from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
+        from rayapp.rollout.gateway.server import Gateway
 
-        self._settings = config.agent.external
+        self._settings = settings = config.agent.external
+        self._forwarder = Forwarder(settings.endpoint) if settings.models == "endpoint" else None
         self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
         self._formats = formats
         self._entry = entry
@@ -110,6 +112,8 @@ class ExternalAgent:
     async def close(self) -> None:
         """End all sessions. Idempotent."""
         await self._gateway.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
 
     async def play(
         self,
@@ -156,7 +160,8 @@ class ExternalAgent:
             sampling=sampling,
             limits=self._limits,
             request_id=request_id,
-            other_models=self._settings.models,
+            other_models="refuse" if self._settings.models == "endpoint" else self._settings.models,
+            forwarder=self._forwarder,
             structured=self._settings.structured,
         )
 

@@ -1,6 +1,6 @@
 """Router replay (R3, arXiv 2510.11370): trains a mixture of experts with the experts that the server chose.
 
-If two experts score nearly equally, rounding decides to which a token goes. Server and learner may then choose
+If two experts score nearly equally, rounding decides to which expert a token goes. Server and learner may then choose
 different experts, which changes the log-prob. So the server records its choice, and the learner's routers follow it.
 The learner still computes the weight of each chosen expert, with its gradient: only the result of a router's
 `topk(scores, k)` is replaced, by the recorded experts and their scores.

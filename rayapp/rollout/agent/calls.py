@@ -55,7 +55,7 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
     tool = tools.get(call.name)
     if tool is None:
         names = ", ".join(schema.name for schema in tools.schemas) or "none"
-        raise ToolFailedError(f"there is no tool {call.name!r}; there are: {names}", "unknown_tool")
+        raise ToolFailedError(f"there is no tool {call.name!r}; the tools are: {names}", "unknown_tool")
     arguments = read_arguments(call.arguments)
     if problem := tools.problem(call.name, arguments):
         raise ToolFailedError(f"wrong arguments for {call.name}: {problem}", "bad_arguments")
@@ -89,7 +89,7 @@ def _usable(output: ToolOutput) -> ToolOutput:
     if not isinstance(output.answer, str | None):
         raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
     if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must hold records of executions")
+        raise TypeError("ToolOutput.execs must be a sequence of ExecRecord")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 

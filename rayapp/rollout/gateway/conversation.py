@@ -396,8 +396,9 @@ def _double(number: str) -> float | None:
 
 
 Kind = Literal[
-    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine"
-]
+    "invalid", "key", "unknown", "no_path", "no_model", "over", "too_large", "turns", "tokens", "busy", "engine",
+    "endpoint",
+]  # fmt: skip
 STATUS: dict[Kind, int] = {
     "invalid": 400,
     "key": 401,
@@ -411,6 +412,7 @@ STATUS: dict[Kind, int] = {
     "tokens": 400,
     "busy": 429,
     "engine": 503,
+    "endpoint": 502,
 }
 
 
@@ -430,7 +432,7 @@ class RefusedError(Exception):
 def not_offered(wish: str) -> str:
     """Return the error message for a request that no server of these APIs supports."""
     return (
-        f"{wish} is not supported: sampling settings and chat template are those that the policy is trained with. "
+        f"{wish} is not supported: the policy keeps the sampling settings and chat template of its training. "
         "Leave it out"
     )
 

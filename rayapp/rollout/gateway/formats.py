@@ -109,6 +109,7 @@ class Formats:
 
     def ids_of(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Return the token ids of a prompt of the Completions API. No chat template is applied.
+
         Raises:
             RefusedError: the prompt is empty, or has ids that the tokenizer doesn't have.
         """

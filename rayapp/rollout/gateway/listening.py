@@ -20,6 +20,8 @@ from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
 
+SEND_TIMEOUT_S = 60.0
+"""Maximum seconds to wait for a client that doesn't read its stream. Then it is disconnected."""
 IDLE_TIMEOUT_S = 30.0
 """Maximum seconds that a connection may be idle, which it is before the headers of its first request, and between two
 requests."""
@@ -198,3 +200,16 @@ async def _accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) ->
                 said_at_s = loop.time()
                 log.warning("connections can't be accepted: %s", error.strerror)
             await asyncio.sleep(1.0)
+
+
+async def send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send a part of a streamed response. Disconnect a client that does not read it."""
+    if not data:
+        return
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None

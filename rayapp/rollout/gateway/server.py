@@ -29,7 +29,8 @@ from rayapp.core.types import RequestId, SamplingParams
 from rayapp.rollout.gateway.anthropic_messages import AnthropicMessages
 from rayapp.rollout.gateway.conversation import Ask, Begun, RefusedError, Reply
 from rayapp.rollout.gateway.formats import Formats
-from rayapp.rollout.gateway.listening import Listening, bound
+from rayapp.rollout.gateway.forwarding import Forwarder
+from rayapp.rollout.gateway.listening import Listening, bound, send
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.openai_completions import OpenAICompletions
 from rayapp.rollout.gateway.openai_responses import OpenAIResponses
@@ -46,8 +47,6 @@ NOT_FOLLOWED_HEADER = "x-rayapp-not-followed"
 """Response header with the names of the request's fields that had no effect."""
 PATIENCE_S = 10.0
 """Seconds without new tokens after which a stream sends a comment, so that clients don't time out."""
-SEND_TIMEOUT_S = 60.0
-"""Maximum seconds to wait for a client that doesn't read its stream. Then it is disconnected."""
 _REMEMBERED = 4096
 _MAX_OF_SANDBOX = 48
 """Maximum connections of one sandbox. Each connection holds at most one request body in memory."""
@@ -114,6 +113,8 @@ class Api:
     ) -> web.StreamResponse:
         try:
             body = await _body(request)
+            if session.forwarder is not None and (other := await session.other_models_call(body)) is not None:
+                return await _forwarded(request, session, session.forwarder, other)
             ask = await session.read(partial(_read, dialect), body)
             if len(self._names) > 1:
                 self._check_name(ask.model, (*self._names, MODEL))
@@ -132,6 +133,19 @@ class Api:
             log.exception("%s: the gateway failed", session.request_id)
             session.fail(error)
             raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
+
+
+async def _forwarded(
+    request: web.Request, session: Session, forwarder: Forwarder, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    is_answered = False
+    with session.cancelling_at_end():
+        try:
+            response = await forwarder.answer(request, body)
+            is_answered = response.status == 200
+            return response
+        finally:
+            session.counts["endpoint_errors"] += not is_answered
 
 
 def _model_object(name: str) -> dict[str, Any]:
@@ -177,6 +191,7 @@ class Gateway:
         request_id: RequestId,
         other_models: Literal["train", "untrained", "refuse"] = "train",
         structured: Structured = "refuse",
+        forwarder: Forwarder | None = None,
     ) -> Iterator[Session]:
         """Open a session and serve it during a block. The arguments are those of `Session`."""
         session = Session(
@@ -187,6 +202,7 @@ class Gateway:
             request_id=request_id,
             other_models=other_models,
             structured=structured,
+            forwarder=forwarder,
         )
         self._sessions[session.id] = session
         try:
@@ -323,11 +339,11 @@ async def _stream(
         if pieces and live.begun is not None:
             writer, begin = _begun(writer, dialect, live.begun, ask)
             events = begin + b"".join(writer.piece(*piece) for piece in pieces)
-        await _send(request, response, events)
+        await send(request, response, events)
     if not response.prepared:
         turn.result()
         await response.prepare(request)
-    await _send(request, response, _end(writer, dialect, ask, turn))
+    await send(request, response, _end(writer, dialect, ask, turn))
     await response.write_eof()
     return response
 
@@ -348,19 +364,6 @@ def _end(writer: StreamWriter | None, dialect: Dialect, ask: Ask, turn: asyncio.
         return begin + writer.end(reply)
     except RefusedError as refused:
         return dialect.refusal_event(refused)
-
-
-async def _send(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
-    """Send events. Disconnect a client that does not read them."""
-    if not events:
-        return
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await response.write(events)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None
 
 
 def _refusal(dialect: Dialect, refused: RefusedError) -> web.Response:
