@@ -247,7 +247,7 @@ class Learner:
         return self._learner.log_probs_before
 
     def profile(self) -> Profile | None:
-        """Return the last step's profile; None if it was not profiled."""
+        """Return the profile of the last step; None if that step was not profiled."""
         return self._learner.profile
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

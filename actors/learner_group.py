@@ -134,7 +134,9 @@ class LearnerGroup:
         return dict(found)
 
     async def profile(self, step: int) -> Profile | None:
-        """Return learner 0's profile of the step; None if it has none. Raises LearnersLostError: a learner is gone."""
+        """Return learner 0's profile of the step; None if the step was not profiled. Raises LearnersLostError: a
+        learner is gone.
+        """
         [found] = await self._all([self.handles[0].profile(step)])
         return found if isinstance(found, Profile) else None
 

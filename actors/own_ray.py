@@ -183,7 +183,7 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
     Searches the Ray that the config names; if it names none, every Ray of this machine.
 
     Raises:
-        ConfigError: none of them executes the run.
+        ConfigError: no Ray that was searched executes the run.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -334,7 +334,7 @@ def _check_reachable(address: str) -> None:
 
 def _how_to_enter() -> str:
     """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # no public function
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
 

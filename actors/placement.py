@@ -4,7 +4,7 @@
 the head answers, while workers may still pull their image, and because an autoscaling cluster adds nodes on request.
 
 split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
-colocated  a bundle per server, in which the learners that share the server's GPUs are too. The GPUs belong to the
+colocated  a bundle per server, which also holds the learners that share the server's GPUs. The GPUs belong to the
            learners; the server sees the same GPUs, and sleeps while the learners train
 either     a bundle per model server (judges, teachers)
 
@@ -114,7 +114,7 @@ class Placement:
     bundles: list[Bundle]
     gpu_ids: dict[int, str]
     places: Sequence[int]
-    """Ray's bundle index of each of `bundles`, by position."""
+    """Index that Ray gives to each of `bundles`."""
 
     @classmethod
     async def reserve(

@@ -192,7 +192,8 @@ class RolloutWorker(Restartable):
         """End running groups, release the tools' resources, and give every sandbox back."""
         sources, self._sources = self._sources, None
         try:
-            # End the groups first: otherwise they would continue in sandboxes that are gone, and fail unawaited.
+            # End the groups first: otherwise they would continue in sandboxes that are gone, and nothing would await
+            # their errors.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()

@@ -94,8 +94,8 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
 
     Args:
-        role: a key of ROLES, or a role that is not in ROLES.
-        name: its name in the dashboard, unique in the namespace.
+        role: a key of ROLES, or a `Role` that is not in ROLES.
+        name: name of the actor in the dashboard, unique in the namespace.
         args: arguments of the constructor.
         share: the GPUs that the actor gets (`actors.placement`).
     Raises:
@@ -162,7 +162,7 @@ async def restart(actor: Any) -> None:
 
 
 async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
-    """Wait until a killed actor of this name is gone, at most `timeout_s`."""
+    """Wait, for at most `timeout_s`, until a killed actor of this name is gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -273,7 +273,7 @@ class Location:
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is not a bucket name: 3 to 63 lower-case letters, digits and hyphens"
+                f"{uri!r}: {bucket!r} is not a bucket name: use 3 to 63 lower-case letters, digits and hyphens"
             )
         return cls(bucket=bucket, key=key.strip("/"))
 

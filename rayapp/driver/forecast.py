@@ -561,7 +561,7 @@ class SimulatedCluster(Cluster):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Speed of a simulated run, over its steps after the first ones."""
+    """Speed of a simulated run, without its first NUM_WARM steps."""
 
     step_s: float
     tokens_per_s: float

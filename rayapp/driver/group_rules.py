@@ -123,7 +123,7 @@ class FailureBudget:
         """Number of trajectories of each group that failed as a whole since the last step."""
 
     def record(self, summaries: Iterable[GroupSummary]) -> None:
-        """Count one step. If the window has several groups, failures of a single group never end the run.
+        """Count one step. If the last ten steps have several groups, failures of a single group never end the run.
 
         Raises:
             TrainingAbortedError: the share of failures is above the limit.

@@ -1,8 +1,8 @@
 """`rayapp train CONFIG --replay RUN`: trains on a run's recorded trajectories, without servers or sandboxes.
 
-For debugging and measuring the learner. Starting from CONFIG's model, it trains on each recorded step in order, writes
-the metrics, and compares them with the recorded ones. With its own config a synchronous run on CPU is repeated to the
-last bit. A replay writes neither checkpoints nor a model.
+A replay is for debugging and measuring the learner. Starting from CONFIG's model, it trains on each recorded step in
+order, writes the metrics, and compares them with the recorded metrics. With its own config a synchronous run on CPU is
+repeated to the last bit. A replay writes neither checkpoints nor a model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_replay(config: Config, recorded: Path) -> None:
     Args:
         recorded: folder of a run that kept its trajectories.
     Raises:
-        UserError: nothing was recorded there, or this run's folder holds another run.
+        UserError: no trajectories were recorded, or this run's folder holds another run.
     """
     start_logs(config.run.name, config.tracking.log_format)
     config = apart_from(after_warmup(config), recorded)
@@ -60,7 +60,7 @@ def run_replay(config: Config, recorded: Path) -> None:
 
 
 def apart_from(config: Config, recorded: Path) -> Config:
-    """Return the config, with another run name if it would overwrite the replayed run."""
+    """Return the config, with another run.name if it would overwrite the recorded run."""
     if config.run_folder.resolve() != recorded.resolve():
         return config
     return with_values(config, run={"name": f"{config.run.name}-replay"})
@@ -89,7 +89,7 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
 
 
 def recorded_metrics(recorded: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics by step; empty if the run recorded none."""
+    """Return the recorded metrics by step; empty if the run recorded no metrics."""
     return {int(record["step"]): record for record in read_metrics(recorded / "metrics.jsonl")}
 
 

@@ -152,8 +152,8 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the bytes of this machine's first GPU; 0 on CPU. It makes no CUDA context, because vLLM can't fork after
-    that.
+    """Return the bytes of this machine's first GPU; 0 on CPU. The call makes no CUDA context: vLLM can't fork a process
+    that has one.
     """
     from vllm.platforms import current_platform
 
@@ -261,7 +261,7 @@ def check_gpu(config: Config) -> None:
     """Check that this process's GPU can compute the configuration; do nothing on a CPU.
 
     Raises:
-        ConfigError: it can't.
+        ConfigError: the GPU can't compute it; the message names the settings.
     """
     import torch
 

@@ -44,9 +44,9 @@ class WeightUpdateExtension:
             entries: name, dtype, shape and position of each tensor in the file.
             checksums: the learner's checksums of a sample of the tensors.
         Returns:
-            Number of tensors that were verified to equal the sent ones.
+            Number of tensors that were verified to equal the sent tensors.
         Raises:
-            ValueError: the received tensors, or the model's, differ from the sent ones.
+            ValueError: the received tensors, or the model's tensors, differ from the tensors that were sent.
         """
         import torch
 

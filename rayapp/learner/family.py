@@ -49,7 +49,9 @@ class HeadRule(NamedTuple):
     """Logits become cap * tanh(logit / cap)."""
 
     def applied_to(self, options: HeadOptions) -> HeadOptions:
-        """Return the options for this model: the factor goes into the temperature, the cap is applied before it."""
+        """Return the options for this model: its factor is put into the temperature, and its cap is applied before the
+        temperature.
+        """
         if self.softcap is None:
             return replace(options, temperature=options.temperature / self.factor)
         return replace(options, softcap=self.softcap)
@@ -80,7 +82,7 @@ PINNED = "longrope"
 
 
 def pin_positions(causal_lm: nn.Module, num_tokens: int) -> None:
-    """Make every forward compute longrope's positions as for a sequence of `num_tokens` tokens. Call it once."""
+    """Make every forward use longrope's frequencies for a sequence of `num_tokens` tokens. Call it once."""
     for module in causal_lm.modules():
         kinds = getattr(module, "rope_type", None)
         if PINNED in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
@@ -237,7 +239,7 @@ def _name_inside(name: str, named: Mapping[str, Any]) -> str:
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """Make the model compute packed tokens as it computes plain ones. Call it once, before sharding.
+    """Make the model compute the same for packed sequences as for single sequences. Call it once, before sharding.
 
     Args:
         num_tokens: length of the longest possible sequence.

@@ -3,8 +3,8 @@
 `load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
 and the frozen reference. It is independent of rewards and losses.
 
-`make_optimizer` makes its AdamW. The learning rate is a pure function of the optimizer step, so a resumed run needs no
-scheduler state.
+`make_optimizer` makes AdamW for the policy. The learning rate is a pure function of the optimizer step, so a resumed
+run needs no scheduler state.
 
 `fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
 write every token's activations several times. Attention, the head and experts are not compiled, because they have
@@ -389,7 +389,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 ROPE = "apply_rotary_pos_emb"
-"""Name of the function in transformers' model modules."""
+"""Name of the function for rotary positions in transformers' model modules."""
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 """Names of the linear layers of a gated MLP, for each known layout."""
 

@@ -129,7 +129,7 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
-    """Return the number of GPUs that two keys give: GPUs of a node, and nodes."""
+    """Return the number of GPUs: the values of two keys, GPUs per node and nodes, multiplied."""
     return int(values[names[0]]) * int(values[names[1]])
 
 
@@ -414,5 +414,5 @@ def data_files(target: str) -> Rule:
 
 
 def at_least_zero(value: Any) -> int:
-    """Return 0 for verl's -1, which means never."""
+    """Return the number; 0 for verl's -1, which means never."""
     return max(0, int(value))

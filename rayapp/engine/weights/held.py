@@ -66,7 +66,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = 
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
-                yield name, (-modules[owner].A).log()  # mamba's mixers hold it as -exp(A), in float32
+                yield name, (-modules[owner].A).log()  # mamba's mixers hold -exp(A_log), in float32
 
 
 def place_of(name: str) -> str:

@@ -255,7 +255,7 @@ class GroupCarrier:
         self._timeout_s = timeout_s
         self._joined_by: WeightGiver | None = None
         self._joined_s = 0.0
-        """Seconds that forming a group took since the last sync."""
+        """Seconds spent on forming groups since the last sync."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
         """Form the group, unless these learners have formed it."""
@@ -309,7 +309,7 @@ class GroupCarrier:
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
         """Export the learners' weights. The next sync forms a new group, because the present group has lost a member.
 
-        Waits for a step that is being trained, and then returns that step's weights.
+        While a step is being trained, the call waits; it then returns the new weights.
         """
         self._joined_by = None
         return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]

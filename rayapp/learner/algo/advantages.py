@@ -1,7 +1,8 @@
 """Computes advantages with verl's estimators.
 
 The learner calls it once a step, on every rank, with all trained trajectories of the step, because some estimators
-whiten over all of them. Invalid trajectories are left out before. This module computes no baseline of its own.
+whiten over all of them. Invalid trajectories have been left out before the call. This module computes no baseline of
+its own.
 
 Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
 """

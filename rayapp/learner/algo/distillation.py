@@ -119,7 +119,7 @@ class VerdictReader:
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
                 routed_experts=None,  # the server has chosen no experts for this longer prompt
-                # A fork with after=-1 begins a new conversation: this one must also begin with the message.
+                # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),
         )

@@ -106,8 +106,8 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
 
 
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
-    """Return two groups of trajectories, with tool tokens in between. Completions of a group share more tokens than the
-    prompt.
+    """Return two groups of trajectories that contain tool tokens. Trajectories of a group share the prompt and some
+    tokens after it.
     """
     rng = np.random.default_rng(seed)
     return [_group(rng, number, vocabulary) for number in range(2)]

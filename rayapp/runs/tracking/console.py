@@ -1,7 +1,7 @@
 """Shows a run's progress: a live display on a terminal, otherwise one line or log record per step.
 
-Made by `make_trackers`, called by the driver. All consoles show the same numbers; a missing number is a dash. No
-console writes to a file of the run.
+`make_trackers` makes a console, and the driver calls it. All consoles show the same numbers, and a dash for a missing
+number. No console writes to a file of the run.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class LiveConsole:
 
 
 class NotebookConsole(LiveConsole):
-    """The same display below a notebook's cell, redrawn with each step, phase and note.
+    """A live display below a notebook's cell, redrawn with each step, phase and note.
 
     Args:
         num_steps: steps of the whole run.

@@ -81,7 +81,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ImageError(f"{what} is not JSON: {type(error).__name__}") from None
     if not isinstance(found, dict):
-        raise ImageError(f"{what} is no JSON object")
+        raise ImageError(f"{what} is not a JSON object")
     return found
 
 
