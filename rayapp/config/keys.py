@@ -95,6 +95,18 @@ class Keys(FrozenModel):
     tracking: TrackingSection = TrackingSection()
 
     @property
+    def profile_note(self) -> str:
+        """Sentence about `train.profile_steps` for users; empty if no step is profiled."""
+        if not (steps := self.train.profile_steps):
+            return ""
+        shown = f"train.profile_steps is [{', '.join(map(str, steps))}]"
+        if late := [step for step in steps if step > self.train.num_steps]:
+            return f"{shown}, but the run ends at step {self.train.num_steps}: {late[0]} is never profiled."
+        return (
+            f"{shown}: these steps take longer; learner 0 and server 0 keep their traces in memory until the step ends."
+        )
+
+    @property
     def judges_read_references(self) -> bool:
         """True if a judge of this source reads its rows' ground truths."""
         return any(judge.reference for judge in self.judges if judge.name in self.reward.judges)

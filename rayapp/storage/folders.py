@@ -163,7 +163,7 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
     try:
         claimed = json.loads(await storage.get_bytes(CLAIM))["content"]
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageCorruptError(f"{storage.uri}/{CLAIM} is not a claim: {error!r}; overwrite it") from error
+        raise StorageCorruptError(f"{storage.uri}/{CLAIM} is malformed: {error!r}. Overwrite the folder.") from error
     if claimed != manifest.digest:
         raise StorageExistsError(
             f"{storage.uri}: another writer is uploading other content to it, or stopped half-way. "

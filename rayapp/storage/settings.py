@@ -75,7 +75,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}
     if preset not in builders:
-        raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r}: there are {', '.join(PRESETS)}")
+        raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r} is not a preset: use one of {', '.join(PRESETS)}")
     return builders[preset](env)
 
 

@@ -232,7 +232,7 @@ def _from_python(path: Path) -> Task:
         raise InputError(f"task {path}: {explain(error, CodingTask)}") from error
     except InputError:
         raise
-    except Exception as error:  # boundary: the user's file
+    except Exception as error:  # boundary: the user's file may raise anything
         raise InputError(f"task file {path} can't be imported: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[module.__name__]

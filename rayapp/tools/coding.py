@@ -229,7 +229,7 @@ class RunTestsTool(WorkspaceTool):
     async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Tested:
         if not callable(kwargs.get("check")):
             raise InputError(
-                f"tool {self.schema.name}: the task has no public tests. Add some (docs/tasks.md), or leave it out"
+                f"tool {self.schema.name}: the task has no public tests. Add tests (docs/tasks.md), or leave it out"
             )
         return _Tested(workspace, kwargs["check"])
 

@@ -69,7 +69,7 @@ class ModelTokenizer:
 
     @cached_property
     def of_transformers(self) -> Any:
-        """The same tokenizer as an object of transformers, for libraries that need one."""
+        """Tokenizer of the same model as an object of transformers, for libraries that need one."""
         return _of_transformers(self.name_or_path, trust_remote_code=self._trust_remote_code)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -118,8 +118,10 @@ class ModelTokenizer:
             Exception: templates are programs and may raise any error.
         """
         if tokenize or not conversation:
-            problem = "there are no messages" if not conversation else "encode the text, with add_special_tokens=False"
-            raise ValueError(f"apply_chat_template writes messages as text: {problem}")
+            if not conversation:
+                raise ValueError("apply_chat_template: there are no messages")
+            raise ValueError("apply_chat_template: tokenize is True, but only text is returned. Encode the text "
+                             "with add_special_tokens=False")  # fmt: skip
         variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         variables |= {**self._variables, **options}
         template = _compiled(

@@ -108,7 +108,7 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
             f"{location}: there is no bucket {location.bucket!r} at {endpoint}. Create it, or correct its name."
         )
     if code in _EXPIRED:
-        return StorageCredentialsError(f"{location}: the credentials have expired ({code}). Put new ones in place.")
+        return StorageCredentialsError(f"{location}: the credentials have expired ({code}). Set new ones.")
     if code in _WRONG_KEY or status == 401:
         return StorageCredentialsError(f"{location}: {endpoint} does not accept these credentials ({code or status}).")
     if code in _NOT_FOUND or status == 404:

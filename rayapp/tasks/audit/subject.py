@@ -34,7 +34,7 @@ Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
 
 
 def score_of(task: Task) -> Score:
-    """Return the task's own `score` as a function of an answer, without a prompt."""
+    """Return a function that scores an answer with the task's own `score`. It passes an empty prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -205,8 +205,8 @@ _MOST_CHARS = 500
 
 
 def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
-    """Yield each example of the prompt, as it is written and as a test. Examples with a float are left out: it may be
-    rounded.
+    """Yield each example of the prompt, as it is written and as a test. Examples with floats are left out, because
+    floats may be rounded.
     """
     for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
         text = prompt[found.end() : found.end() + _MOST_CHARS]
