@@ -1,8 +1,8 @@
 """Typed handles of the Ray actors, through which the driver and the workers call them with deadlines.
 
-A handle is plain data; other actors receive it as its name, and look the actor up. Each method declares the name,
-deadline and types of a call. The actor's class, named like the handle without `Handle`, does the work. Errors name the
-actor and the call; only this module uses Ray's exception types.
+A handle is plain data. Sent to another actor, it travels as a name, by which the receiver finds the actor. Each method
+declares the name, deadline and types of a call. The actor's class, named like the handle without `Handle`, does the
+work. Errors name the actor and the call; only this module uses Ray's exception types.
 """
 
 # mypy: disable-error-code="no-any-return"

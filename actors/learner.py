@@ -126,7 +126,7 @@ class Learner:
 
     Args:
         config: config of the run.
-        rank: N of the name.
+        rank: number in the actor's name.
         world_size: number of learners.
         master_address, master_port: where the other ranks reach rank 0. Unused with one rank.
     """
@@ -145,9 +145,9 @@ class Learner:
             ranks = start_ranks(config, rank, world_size, master_address, master_port)
         except DistError as error:
             raise LearnerError(
-                f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
+                f"learner {rank} of {world_size} did not find the other learners at {master_address}:{master_port}: "
                 f"{first_line(error)}. If another program took that port, start the run again: it "
-                "uses another. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
+                "uses another port. Otherwise find out in Ray's logs why the other learners ended (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
@@ -247,7 +247,7 @@ class Learner:
         return self._learner.log_probs_before
 
     def profile(self) -> Profile | None:
-        """Return the last step's profile; None if it was not profiled."""
+        """Return the profile of the last step; None if that step was not profiled."""
         return self._learner.profile
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -134,7 +134,9 @@ class LearnerGroup:
         return dict(found)
 
     async def profile(self, step: int) -> Profile | None:
-        """Return learner 0's profile of the step; None if it has none. Raises LearnersLostError: a learner is gone."""
+        """Return learner 0's profile of the step; None if the step was not profiled. Raises LearnersLostError: a
+        learner is gone.
+        """
         [found] = await self._all([self.handles[0].profile(step)])
         return found if isinstance(found, Profile) else None
 
@@ -190,7 +192,10 @@ class LearnerGroup:
         """
         if not self.holds(version):
             held = "a half-finished step" if self._version is None else f"version {self._version}"
-            raise CheckpointError(f"{folder} is for version {version}, but the learners hold {held}.")
+            raise CheckpointError(
+                f"the checkpoint {folder} can't be saved: it is for policy version {version}, but the learners hold "
+                f"{held}."
+            )
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 

@@ -87,8 +87,8 @@ class ModelServer(Restartable):
         host, port = address or here
         if host != here[0]:
             raise EngineError(
-                f"{self!r} was at {host}, a node that is gone. Start the run again: it continues from its last "
-                "checkpoint."
+                f"{self!r} can't restart: its address {host} belongs to a node that is gone. Start the run again: it "
+                "continues from its last checkpoint."
             )
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)

@@ -135,9 +135,10 @@ def _connect(config: Config) -> tuple[Any, bool]:
             # Ray reports a refused token only in its log: the error is the same as without any Ray.
             raise ConfigError(
                 f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If a program "
-                "listens there, its `ray start` may have failed (rayapp doctor checks the metrics port), or it may "
-                f"refuse the token. {WRONG_TOKEN}"
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local Ray. If you did start "
+                "Ray "
+                "there, `ray start` may have failed (rayapp doctor checks the metrics port), or Ray may refuse the "
+                f"token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
     if started_here:
@@ -147,9 +148,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
         cluster = config.cluster
         own = {
             "object_store_memory": cluster.object_store_mib * MIB,
-            "include_dashboard": None
-            if cluster.dashboard
-            else False,  # None: start the dashboard if its packages are installed
+            # None: start the dashboard if its packages are installed.
+            "include_dashboard": None if cluster.dashboard else False,
         }
         try:
             return ray.init(address="local", **own, **common), True
@@ -158,8 +158,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 raise
             load = f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             raise RayappError(
-                f"Ray did not start within its 30 s; {load}. Run this again when the machine is less busy, or start "
-                "Ray before: `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
+                f"Ray did not start within 30 s; {load}. Run this again when the machine is less busy, or start Ray "
+                "first with `ray start --head`. Ray's logs are in /tmp/ray/session_latest/logs"
             ) from None
 
 
@@ -183,7 +183,7 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
     Searches the Ray that the config names; if it names none, every Ray of this machine.
 
     Raises:
-        ConfigError: none of them executes the run.
+        ConfigError: no Ray that was searched executes the run.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -209,9 +209,9 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
             ray.shutdown()
         return
     raise ConfigError(
-        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Give its "
-        "own config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running "
-        "out to serve a model or a checkpoint."
+        f"no run {config.run.name} is in progress in {' or '.join(addresses) or 'any Ray of this machine'}. Use the "
+        "config.yaml in the run's folder, and set cluster.address if the run's Ray is on another machine. To serve a "
+        "model or a checkpoint, leave --running out."
     )
 
 
@@ -258,8 +258,8 @@ def _make_token_folder() -> None:
             raise PermissionError(f"{folder} can't be written to")
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"Ray keeps the token of its dashboard and its API in ~/.ray/auth_token: {error}. Set HOME to a folder of "
-            "your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
+            f"Ray can't store the token of its dashboard and API in ~/.ray/auth_token: {error}. Set HOME to a folder "
+            "of your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
         ) from error
 
 
@@ -334,7 +334,7 @@ def _check_reachable(address: str) -> None:
 
 def _how_to_enter() -> str:
     """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # no public function
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
 

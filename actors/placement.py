@@ -4,7 +4,7 @@
 the head answers, while workers may still pull their image, and because an autoscaling cluster adds nodes on request.
 
 split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
-colocated  a bundle per server, in which the learners that share the server's GPUs are too. The GPUs belong to the
+colocated  a bundle per server, which also holds the learners that share the server's GPUs. The GPUs belong to the
            learners; the server sees the same GPUs, and sleeps while the learners train
 either     a bundle per model server (judges, teachers)
 
@@ -114,7 +114,7 @@ class Placement:
     bundles: list[Bundle]
     gpu_ids: dict[int, str]
     places: Sequence[int]
-    """Ray's bundle index of each of `bundles`, by position."""
+    """Index that Ray gives to each of `bundles`."""
 
     @classmethod
     async def reserve(
@@ -243,7 +243,7 @@ def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
     nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     free: dict[str, Any] = ray.available_resources()
     return (
-        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Asked for: "
+        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Requested: "
         f"{', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. The cluster has "
         f"{len(nodes)} node(s): {'; '.join(nodes) or 'none'}; free now: {_shown(free)}. Lower server.num_servers, "
         "server.tensor_parallel_size or learner.num_learners, end other programs on these nodes, or add nodes."

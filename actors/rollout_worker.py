@@ -46,7 +46,7 @@ class RolloutWorker(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         servers: every vLLM server.
         pool: pool that leases sandboxes.
         given: tasks and reward functions of the program that started the run; see `rayapp.core.names`.
@@ -174,7 +174,7 @@ class RolloutWorker(Restartable):
 
     def _ready_sources(self) -> Sources:
         if self._sources is None:
-            raise RayappError(f"{self!r} got a group before it is ready")
+            raise RayappError(f"{self!r} got a group before it was ready")
         return self._sources
 
     def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:
@@ -192,7 +192,8 @@ class RolloutWorker(Restartable):
         """End running groups, release the tools' resources, and give every sandbox back."""
         sources, self._sources = self._sources, None
         try:
-            # End the groups first: otherwise they would continue in sandboxes that are gone, and fail unawaited.
+            # End the groups first: otherwise they would continue in sandboxes that are gone, and nothing would await
+            # their errors.
             if running := [*self._running]:
                 for task in running:
                     task.cancel()

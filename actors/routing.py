@@ -85,7 +85,7 @@ class AnyServer:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `RolloutEngine`."""
+        """Sample one completion, see `RolloutEngine.generate`."""
         with self._router.placed(_ALONE) as placed:
             assert placed.server is not None
             return await self._engines[placed.server].generate(request_id, prompt_ids, sampling, on_tokens)
@@ -122,7 +122,7 @@ class GroupCalls:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """See `RolloutEngine`.
+        """Sample one completion, see `RolloutEngine.generate`.
 
         Raises:
             DeadlineError: the server did not answer in time.

@@ -61,7 +61,9 @@ class PoolActor(Restartable):
         await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
-        """End sandboxes of an earlier run of this name on this host, then start the housekeeping. Returns `stats`."""
+        """End sandboxes of an earlier run of this name on this host, then start the pool's periodic work. Returns the
+        metrics of `stats`.
+        """
         if not self._chores:
             await self._sweep(stray_after_s=0.0)
             self._chores = [
@@ -134,7 +136,11 @@ class PoolActor(Restartable):
         if left:
             # Don't dismiss the reaper: when heartbeats stop, it ends the sandboxes, and retries for longer than this
             # process can.
-            log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
+            log.error(
+                "%d sandboxes may be left; list them with: rayapp sandbox reap --run %s --dry-run",
+                len(left),
+                self._run_name,
+            )
         elif self._reaper is not None:
             reaper, self._reaper = self._reaper, None
             try:

@@ -1,10 +1,10 @@
 """The table of all Ray actors. Only this module calls `ray.remote`.
 
 role             class           name in the dashboard    restarts by Ray
-sandbox pool     PoolActor       sandbox-pool             any: the driver counts them, and makes each ready again
-rollout worker   RolloutWorker   rollout-worker-N         any: likewise; its groups are issued again
-vLLM server      VllmServer      vllm-server-N            any: likewise; it must be synced before it serves
-model server     ModelServer     model-server-NAME        any: likewise; it listens at the same address
+sandbox pool     PoolActor       sandbox-pool             any, counted by the driver, which makes the pool ready again
+rollout worker   RolloutWorker   rollout-worker-N         any, counted by the driver; its groups are issued again
+vLLM server      VllmServer      vllm-server-N            any, counted by the driver; it must be synced before it serves
+model server     ModelServer     model-server-NAME        any, counted by the driver; it listens at the same address
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, so the driver can't restart it
 
@@ -94,8 +94,8 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     """Start one actor and return its Ray handle at once; the constructor runs in the actor's process.
 
     Args:
-        role: a key of ROLES, or a role that is not in ROLES.
-        name: its name in the dashboard, unique in the namespace.
+        role: a key of ROLES, or a `Role` that is not in ROLES.
+        name: name of the actor in the dashboard, unique in the namespace.
         args: arguments of the constructor.
         share: the GPUs that the actor gets (`actors.placement`).
     Raises:
@@ -121,7 +121,7 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     except ray.exceptions.ActorAlreadyExistsError:
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
-            f"an actor {name} runs in namespace {namespace} of this Ray already: another run has the same run.name. "
+            f"{name} already runs in namespace {namespace} of this Ray: another run has the same run.name. "
             "Stop that run (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 
@@ -162,7 +162,7 @@ async def restart(actor: Any) -> None:
 
 
 async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
-    """Wait until a killed actor of this name is gone, at most `timeout_s`."""
+    """Wait, for at most `timeout_s`, until a killed actor of this name is gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

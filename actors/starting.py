@@ -97,11 +97,11 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """An actor that replaces a real one, for tests and benchmarks of everything around it."""
+    """Actor that replaces a real actor, for tests and benchmarks of everything else."""
 
     role: Role
     arguments: tuple[object, ...] = ()
-    """Arguments of its constructor, after the real actor's arguments."""
+    """Arguments of the stand-in's constructor that follow the real actor's arguments."""
 
 
 StandIns = Mapping[str, StandIn]
@@ -133,7 +133,7 @@ class Started:
         return handle
 
     async def end(self, handles: Sequence[Any]) -> None:
-        """Kill some of the actors without a request to end."""
+        """Kill these actors at once, without a request to end."""
         for handle in handles:
             self._handles.remove(handle)
             kill(handle.actor)
@@ -193,7 +193,7 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
 
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:
-    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    """Start the sandbox-pool actor. Call `ready_pool` next."""
     return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
 
 
@@ -227,7 +227,7 @@ def spawn_servers(
     must_sync: bool,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[VllmServerHandle, ...]:
-    """Start the vLLM servers; `adapters` are those that requests may name, in folders."""
+    """Start the vLLM servers; `adapters` are the adapters that requests may name: name -> folder."""
     loading = [dict(adapters)] if adapters else []
     return tuple(
         started.add(
@@ -355,7 +355,7 @@ class WorkerMember(_WatchedActor):
         try:
             await self.pool.reclaim(self.handle.name)
         except (ProcessDiedError, DeadlineError) as error:
-            # The pool is being replaced too, and a new one has no leases.
+            # The pool is also being replaced, and a new pool has no leases.
             log.warning("%s has no leases to reclaim: %s", self.handle.name, error)
         await self.handle.ready(self.start_timeout_s)
 

@@ -56,7 +56,7 @@ class VllmServer(Restartable):
 
     Args:
         config: config of the run.
-        index: N of the name.
+        index: number in the actor's name.
         must_sync: refuse to generate until weights are loaded: a restarted server holds the base model's weights.
         adapters: adapters that requests may name: name -> folder in peft's form.
         start_engine: starts the engine; by default `VllmEngine.start`.
@@ -121,7 +121,7 @@ class VllmServer(Restartable):
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
             raise StaleVersionError(
-                f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
+                f"{self!r} holds policy version {engine.policy_version}, but {request_id} needs {min_policy_version}"
             )
         return await engine.generate(request_id, prompt_ids, sampling, on_tokens, cohort_size=cohort_size)
 
@@ -276,7 +276,7 @@ class VllmServer(Restartable):
 
     def _started_engine(self) -> VllmEngine:
         if self._engine is None:
-            raise EngineDeadError(f"{self!r} has no engine: it is being started")
+            raise EngineDeadError(f"{self!r} can't generate: its engine is being started")
         return self._engine
 
     def _ready_engine(self) -> VllmEngine:

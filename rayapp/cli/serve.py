@@ -59,7 +59,7 @@ def serve(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port")] = 8000,
     api_key_env: Annotated[
         str,
         typer.Option(

@@ -1,6 +1,6 @@
 """The configuration of a run: keys that agree with each other, its sources, and its other models.
 
-`loading.py` reads one from files and `key.sub=value` overrides.
+`loading.py` makes a `Config` from files and `key.sub=value` overrides.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Source:
     """One source of a run's groups, with its settings as a full config."""
 
     name: str
-    """Name of the source; empty in a run without `sources`, which has one."""
+    """Name of the source; empty for the only source of a run without `sources`."""
     ratio: float
     config: Config
-    """The run's config with only this source's tasks or data, and its settings in place of the run's."""
+    """The run's config with only this source's tasks or data. The source's settings replace the run's."""
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:

@@ -91,7 +91,7 @@ class DistillationSection(FrozenModel):
 
     teacher: str = ""
     """Teacher model, which must have the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The
-    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher, which takes
+    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher; this takes
     no memory and needs `privileged`. Empty: no distillation."""
     base_url: str = ""
     """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve
@@ -122,8 +122,8 @@ class DistillationSection(FrozenModel):
     reward_weight: float = Field(1.0, ge=0.0)
     """Factor of the rewards' advantages. At 0 only the teacher trains the policy, and rewards are only measured."""
     max_log_ratio: float | None = Field(10.0, gt=0.0)
-    """Limit of the teacher's log-prob minus the policy's, in both directions, for kl_over: sampled; so that a token
-    that the teacher would never sample doesn't outweigh all others. null: no limit."""
+    """Limit of the absolute difference between the teacher's log-prob and the policy's, for kl_over: sampled. Without a
+    limit, a token that the teacher would never sample could outweigh all others. null: no limit."""
 
     @property
     def needs_logits(self) -> bool:
@@ -142,7 +142,8 @@ class DistillationSection(FrozenModel):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint of the teacher's server, with retries for some minutes, while the user restarts it."""
+        """Endpoint of the teacher's server. Requests are repeated for some minutes, so that the user can restart the
+        server."""
         return Endpoint(
             who="the teacher",
             base_url=self.base_url,
@@ -235,7 +236,8 @@ class JudgeSection(FrozenModel):
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
     max_retries: int = Field(3, ge=0)
-    """Number of times that a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
+    """Number of times that a request is repeated. A request is repeated after status 408, 429 or 5xx, without an
+    answer, and without a connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
     """Maximum number of requests per minute of the whole run, divided among the rollout workers. 0: no limit, except
     that the server may answer with status 429."""

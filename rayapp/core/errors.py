@@ -160,7 +160,7 @@ class GroupFailedError(RayappError):
 
 
 class WeightSyncError(RayappError):
-    """A server did not receive all new weights; it must not serve."""
+    """A vLLM server did not receive all new weights, so it must not serve requests."""
 
 
 class ToolUnavailableError(RayappError):

@@ -3,7 +3,7 @@
 aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
 explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
 storage_errors, stored                   turn an OSError into a StorageError
-locked                                   one process at a time
+locked                                   hold a lock that only one process can have
 json_lines                               read JSON lines that users write
 Location                                 `s3://bucket/prefix`, `file:///folder` or a plain path, parsed and checked
 """
@@ -273,7 +273,7 @@ class Location:
         bucket, _, key = uri[len("s3://") :].partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StorageConfigError(
-                f"{uri!r}: {bucket!r} is not a bucket name: 3 to 63 lower-case letters, digits and hyphens"
+                f"{uri!r}: {bucket!r} is not a bucket name: use 3 to 63 lower-case letters, digits and hyphens"
             )
         return cls(bucket=bucket, key=key.strip("/"))
 

@@ -27,8 +27,8 @@ def read_key(variable: str, who: str, error: type[UserError] = ConfigError) -> s
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise error(
-            f"{who} needs a key: set {variable} in the environment (for a Ray job: in the env_vars of its "
-            "runtime_env), or name another variable in api_key_env"
+            f"{who} has no key: the environment variable {variable} is not set. Set it (for a Ray job: in the env_vars "
+            "of its runtime_env), or name another variable in api_key_env"
         )
     return key
 

@@ -155,7 +155,7 @@ def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
     known = (*shipped, *plugin_names(kind)) if name not in shipped else (name,)
     if name not in known:
         raise ValueError(
-            f"{name!r} is unknown{did_you_mean(name, known)} It is one of {', '.join(known)}, or a plug-in's "
+            f"{name!r} is unknown{did_you_mean(name, known)} Use one of {', '.join(known)}, or the name of a plug-in "
             "(rayapp plugins)"
         )
 

@@ -187,7 +187,7 @@ async def _tick(
         try:
             pool = await pool_metrics()
         except RayappError as error:  # the pool is restarting: a later tick counts its seconds
-            log.info("the cost of sandboxes can't be counted now, but later: %s", error)
+            log.info("the pool does not answer now, so the cost of sandboxes is counted later: %s", error)
             pool = {}
         now = time.monotonic()
         nodes = await asyncio.to_thread(num_nodes)
@@ -198,6 +198,6 @@ async def _tick(
         if prices.cap and not has_warned and costs.total >= WARNS_AT * prices.cap:
             has_warned = True
             note(
-                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when it reaches "
-                "the cap, it saves and ends"
+                f"the run has cost {costs.total:.2f} of {prices.cap:g} {prices.currency} (budget.cap); when the cost "
+                "reaches the cap, the run saves and ends"
             )

@@ -1,4 +1,4 @@
-"""Starts all actors of a run together and ends them together. The only module that imports `actors`.
+"""Starts all actors of a run together and ends them together. No other module imports `actors`.
 
 `open_cluster` is a context manager: however its block ends, no actor, engine process or sandbox is left. The driver
 uses a `Cluster` and never sees a Ray handle.
@@ -131,8 +131,8 @@ class Cluster:
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
 
     async def _replace(self, failed: Mapping[str, RayappError]) -> None:
-        """Replace the failed servers, and wait until all servers are up. A failure that several calls report replaces
-        the server once.
+        """Replace the failed servers, and wait until all servers are up. A server is replaced once, even if several
+        calls report its failure.
         """
         # Condemn only servers that are alive but hold half-loaded weights: pings find dead servers. Replace all of them
         # at once, because a server takes minutes to start on a GPU. Pass the incarnation, so that a server that was
@@ -425,12 +425,13 @@ async def open_servers(
 
     Args:
         adapters: adapters that requests may name: name -> folder in peft's form.
-        report, stand_ins: see `open_cluster`.
+        report: gets a line for the start of the actors, and for each actor that is ready.
+        stand_ins: replacements of real actors.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the servers need.
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    config = config.model_copy(update={"model_servers": ()})  # judges and teachers, which are not called here
+    config = config.model_copy(update={"model_servers": ()})  # judges and teachers: nothing calls them
     async with _session(config, report, stand_ins) as (_, started):
         placement, _ = await _reserve(config, started, with_learners=False)
         servers = spawn_servers(config, started, placement, must_sync=False, adapters=adapters)

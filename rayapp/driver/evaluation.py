@@ -140,8 +140,8 @@ async def _evaluate_prompt(
 async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]:
     """Evaluate on every `eval.every_steps`-th step and the last, and return `eval/*`; empty on other steps.
 
-    Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
-    servers then, so training samples the same tokens with and without evaluation.
+    Called between the weight sync and the release of the step's slots: in a synchronous run the servers then have no
+    other requests, so training samples the same tokens with and without evaluation.
     """
     config = run.cluster.config
     every_steps = config.eval.every_steps
@@ -160,10 +160,10 @@ async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
 
 @contextmanager
 def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
-    """Open a folder like a run's, with one evaluation as its step 0.
+    """Context manager for a folder with the layout of a run folder, which holds one evaluation as step 0.
 
     Returns:
-        A function that stores completions, and one that stores metrics.
+        A function that stores completions, and a function that stores metrics.
     Raises:
         InputError: the folder holds a run that was trained.
     """

@@ -112,7 +112,7 @@ async def feeding(run: Training) -> AsyncIterator[None]:
 
 
 async def feed(run: Training) -> None:
-    """Start groups as the store admits them. Consumes slots, produces finished groups."""
+    """Start groups as the store admits them. Each group runs in a task of its own, which puts it into the store."""
     at_once = max_groups_at_once(run.cluster.config)
     # Only this task acquires slots. So it can hold some slots and wait for the rest, until all groups that start
     # together have one.
@@ -141,7 +141,7 @@ async def _prefetch(run: Training, ids: Sequence[int]) -> None:
         try:
             await run.cluster.rollout_workers[index].prefetch(images)
         except RayappError as error:  # a worker that is being replaced pulls its images when it needs them
-            log.info("images of the next groups were not pulled ahead: %s", error)
+            log.info("images of the next groups were not pulled in advance: %s", error)
 
 
 def _start(run: Training, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:

@@ -223,8 +223,9 @@ def plays_of(config: Config, lengths: str, tool_s: float) -> Plays:
             raise ValueError(lengths)
     except ValueError:
         raise InputError(
-            f"--lengths {lengths!r} is neither a run folder nor a median of completion tokens: give --lengths "
-            "outputs/my-run, or --lengths MEDIAN or MEDIAN,SIGMA, such as 1200,0.8 (sigma is of the logarithm)"
+            f"--lengths {lengths!r} is neither a run folder nor a median of completion tokens: use --lengths "
+            "outputs/my-run, --lengths MEDIAN or --lengths MEDIAN,SIGMA, such as 1200,0.8 (SIGMA is the standard "
+            "deviation of the logarithm)"
         ) from None
     prompt = max(1, config.rollout.max_prompt_tokens // 2)
     return LogNormal(num_prompt=prompt, median=median, sigma=sigma, longest=longest, pause_mean_s=tool_s)
@@ -560,7 +561,7 @@ class SimulatedCluster(Cluster):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Speed of a simulated run, over its steps after the first ones."""
+    """Speed of a simulated run, without its first NUM_WARM steps."""
 
     step_s: float
     tokens_per_s: float

@@ -123,7 +123,7 @@ class FailureBudget:
         """Number of trajectories of each group that failed as a whole since the last step."""
 
     def record(self, summaries: Iterable[GroupSummary]) -> None:
-        """Count one step. If the window has several groups, failures of a single group never end the run.
+        """Count one step. If the last ten steps have several groups, failures of a single group never end the run.
 
         Raises:
             TrainingAbortedError: the share of failures is above the limit.
@@ -146,7 +146,7 @@ class FailureBudget:
                 f"{self.ratio:.0%} of the trajectories of the last {len(self._window)} step(s) failed for reasons "
                 f"other than the policy ({self._described()}); rollout.max_failed_ratio is {self._max_ratio:g}. "
                 "Nothing was trained on them. Find the cause with `rayapp doctor` or in trajectories/ (column "
-                "reward_detail); the run continues from its last checkpoint."
+                "reward_detail), then start the run again: it continues from its last checkpoint."
             )
 
     def lost_group(self, config: Config, reason: str) -> None:

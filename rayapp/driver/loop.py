@@ -104,7 +104,7 @@ async def _train_step(
 
 
 async def _learn(run: Training, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
-    """Train one step and send its weights to the servers. Returns the metrics of both."""
+    """Train one step and send the new weights to the servers. Returns the metrics of training and of sending."""
     cluster = run.cluster
     with phases("train"):
         await cluster.lend_gpus()
@@ -128,7 +128,9 @@ def _state_metrics(run: Training) -> dict[str, float]:
 
 
 async def save_if_due(run: Training, step: int, score: float | None) -> dict[str, float]:
-    """Check the save in progress, and begin this step's if it is due. Returns metrics of a save that ended."""
+    """Check the save in progress, and begin to save this step if a checkpoint is due. Returns the metrics of a save
+    that ended.
+    """
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
@@ -139,8 +141,8 @@ async def save_if_due(run: Training, step: int, score: float | None) -> dict[str
 async def begin_checkpoint(run: Training, version: int, *, score: float | None = None) -> None:
     """Begin to save a policy version, with the store's finished groups, which a resumed run need not generate again.
 
-    A synchronous run keeps no groups, as it repeats them. The state is read at one moment, before the first await;
-    groups that finish later are generated again after a resume.
+    A synchronous run keeps no groups, because it generates them again. The state is read at one moment, before the
+    first await; groups that finish later are generated again after a resume.
     """
     store, next_group_id = run.store, run.store.next_untrained_id
     waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
@@ -153,7 +155,7 @@ async def begin_checkpoint(run: Training, version: int, *, score: float | None =
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
-    """Return the number of groups by state, and how long the oldest ready one has waited.
+    """Return the number of groups by state, and the seconds that the oldest ready group has waited.
 
     Raises:
         AssertionError: a group was lost or counted twice.
@@ -188,7 +190,7 @@ def run_training(config: Config, on_step: OnStep | None = None) -> None:
         if folder.is_finished:
             print(
                 f"{folder.uri} has completed its {config.train.num_steps} steps; the model is in {folder.uri}/final. "
-                "To train more steps, raise train.num_steps, if the learning rate is constant; for a new run, choose "
+                "If the learning rate is constant, raise train.num_steps to train more steps. For a new run, choose "
                 "another run.name."
             )
             return
@@ -271,7 +273,9 @@ async def train(
 
 
 async def _is_over(run: Training, step: int, metrics: Mapping[str, float], on_step: OnStep) -> bool:
-    """Call `on_step`; return True if it raises StopTraining. Then, and on other errors, the step is saved."""
+    """Call `on_step`; return True if it raises StopTraining. If it raises any error, StopTraining included, the step is
+    saved.
+    """
     try:
         told = on_step(step, metrics)
         if told is not None:

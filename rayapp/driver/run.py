@@ -60,7 +60,9 @@ class BestMetric:
         return value if value is not None and math.isfinite(value) else None
 
     def _check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError, unless the metric may belong to a task that this step had no groups of."""
+        """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
+        other steps.
+        """
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:
             return
@@ -105,7 +107,7 @@ class Training:
     curriculum: Curriculum | None
     """Chooses the prompts of groups; None if prompts come in order."""
     profiles: list[Profile] = field(default_factory=list)
-    """Profiles of the present step, if it is in `train.profile_steps`."""
+    """Profiles of the present step; empty if it is not in `train.profile_steps`."""
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:
@@ -182,8 +184,8 @@ async def restore(
             continue
         if version != checkpoint.version:
             raise CheckpointError(
-                f"{checkpoint.path} holds the weights of step {version} instead of its own step: delete this "
-                "checkpoint, or its run."
+                f"{checkpoint.path} holds the weights of step {version}, which is not the step in its name: delete "
+                "this checkpoint, or the whole run."
             )
         kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
         folder.truncate_after(version)
@@ -212,7 +214,7 @@ def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watch
 
 @asynccontextmanager
 async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
-    """Record server 0 during the block if the step is in `train.profile_steps`. A profile that fails is a note."""
+    """Profile server 0 during the block if the step is in `train.profile_steps`. A profile that fails is only noted."""
     run.profiles.clear()
     if step not in run.cluster.config.train.profile_steps:
         yield
@@ -226,7 +228,7 @@ async def profiling_server(run: Training, step: int) -> AsyncIterator[None]:
 
 
 async def write_profiles(run: Training, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the profiles of a step in `train.profile_steps`, and show where its time went."""
+    """Write the profiles of a step that is in `train.profile_steps`, and print where the step's time went."""
     if step not in run.cluster.config.train.profile_steps:
         return
     with _noting_failure(run, step):

@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: begins them after a step, and commits them while later steps are trained.
+"""Begins checkpoints after a step, and commits them while later steps are trained. This is the driver's part of saving.
 
 The learners copy their state to host memory and write it in threads; a task of the driver polls them until they are
 done and then commits the folder. At most one checkpoint is written at a time.
@@ -176,8 +176,8 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """When a user stops the run in the block, print a note immediately; at the end, print the saved steps and how to
-    continue.
+    """Context manager for a run. If a user stops the run in the block, print a note at once; at the end, print the
+    saved steps and how to continue.
     """
     when_stopped(
         lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")
@@ -247,7 +247,8 @@ async def _finish(saver: CheckpointSaver) -> None:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Limit the block to SAVE_S, and end the process by force later if it hangs on a disk.
+    """Context manager that limits the block to SAVE_S seconds. If the process hangs on a disk after that, it is ended
+    by force.
 
     Raises:
         CheckpointError: the block took too long, or the learners were lost.

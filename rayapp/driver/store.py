@@ -40,7 +40,7 @@ class StoredGroup(Generic[RefT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCounts:
-    """Number of groups in each state. Every group is in exactly one."""
+    """Number of groups in each state. Every group is in exactly one state."""
 
     admitted: int
     ready: int

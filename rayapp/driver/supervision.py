@@ -36,7 +36,7 @@ BIRTH_POLL_S = 0.1
 
 
 class Watched(Protocol):
-    """A process that can be replaced while the others continue. Every method raises RayappError on failure."""
+    """Process that can be replaced while the other processes continue. Every method raises RayappError on failure."""
 
     @property
     def name(self) -> str: ...
@@ -122,7 +122,7 @@ class Supervisor:
             await self._check(name)
 
     async def settled(self) -> None:
-        """Return when every member answers, after restarting those that are gone. Call it after any failed call.
+        """Restart the members that are gone, and wait until every member answers. Call it after any failed call.
 
         Raises:
             RestartsUsedUpError: a member died too often.

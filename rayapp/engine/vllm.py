@@ -256,13 +256,13 @@ class VllmEngine:
 
     async def _add(self, request: Request) -> Any:
         # The cache salt separates prefix-cache blocks of different weights: old blocks are never read again and are
-        # evicted by age, while a flush would also drop those of running requests. It also separates purposes: a cohort
-        # whose prompts an evaluation had cached would be computed in other batches.
+        # evicted by age, while a flush would also drop the blocks of running requests. The salt also separates
+        # purposes: a cohort whose prompts an evaluation had cached would be computed in other batches.
         purpose = request.request_id.purpose
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
-                "the log-probs that training uses; only evaluation may filter"
+                "the log-probs that training uses; they are only for evaluation"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
@@ -386,7 +386,9 @@ class VllmEngine:
             await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
             self._load.forgive(self._versions.num_open)
         except Exception as error:  # vLLM may raise anything
-            raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(
+                f"the engine can't sleep and keeps its GPU memory: {type(error).__name__}: {error}"
+            ) from error
         self._is_asleep = True
         return True
 
@@ -475,16 +477,16 @@ class VllmEngine:
         return np.array(chosen, np.float32)
 
     async def begin_profile(self) -> None:
-        """Record the next MOST_ITERATIONS iterations of the engine, or those before `end_profile`."""
+        """Profile the engine until `end_profile`, but at most MOST_ITERATIONS of its iterations."""
         await self._engine.start_profile()
 
     async def end_profile(self, process: str) -> Profile:
-        """Return the trace of the engine's first rank. Its files are deleted.
+        """Return the trace of the engine's first rank, and delete the files that vLLM wrote.
 
         Args:
             process: name of this process.
         Raises:
-            EngineError: vLLM wrote no trace, or one that is too large.
+            EngineError: vLLM wrote no trace, or the trace is too large.
         """
         await self._engine.stop_profile()
         return await asyncio.to_thread(self._take_profile, process)

@@ -152,8 +152,8 @@ def set_process_environment(config: Config) -> None:
 
 
 def gpu_bytes() -> int:
-    """Return the bytes of this machine's first GPU; 0 on CPU. It makes no CUDA context, because vLLM can't fork after
-    that.
+    """Return the bytes of this machine's first GPU; 0 on CPU. The call makes no CUDA context: vLLM can't fork a process
+    that has one.
     """
     from vllm.platforms import current_platform
 
@@ -164,7 +164,7 @@ def vllm_args(config: Config, adapters: Mapping[str, str] = NO_ADAPTERS) -> dict
     """Return the arguments of vLLM's `AsyncEngineArgs` from the configuration.
 
     Args:
-        adapters: see `adapter_args`.
+        adapters: adapters to load at the start: name -> folder in peft's form.
     """
     server, on_gpu = config.server, is_on_gpu(config)
     return {
@@ -261,7 +261,7 @@ def check_gpu(config: Config) -> None:
     """Check that this process's GPU can compute the configuration; do nothing on a CPU.
 
     Raises:
-        ConfigError: it can't.
+        ConfigError: the GPU can't compute it; the message names the settings.
     """
     import torch
 

@@ -58,12 +58,14 @@ class FormReader:
             grammar.fill_bitmask(row, 0)
             mask_of[place] = numbers.setdefault(row.numpy().tobytes(), len(numbers))
             if not grammar.accept_tokens(request_id, [token]):
-                raise EngineError(f"{request_id}: its form does not allow token {token} at {place}, which was sampled")
+                raise EngineError(
+                    f"{request_id}: token {token} was sampled at {place}, but the request's form does not allow it"
+                )
         masks = np.frombuffer(b"".join(numbers), np.int32).reshape(len(numbers), -1)
         return AllowedTokens(masks=masks, mask_of=mask_of)
 
     def _grammar(self, sampling: SamplingParams) -> Any:
-        """Return the form's grammar before its first token, as vLLM's engine makes it."""
+        """Return the grammar of the form in its initial state, made as vLLM's engine makes it."""
         from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
         from vllm.v1.structured_output.request import get_structured_output_key
 

@@ -44,7 +44,7 @@ class EngineOutput:
         self._start = _size(self._path)
 
     def cause(self) -> str:
-        """Return `, because ` and the first exception that a process of the engine logged; empty without one."""
+        """Return `, because ` and the first exception that a process of the engine logged; empty if there is none."""
         found = _CAUSE.search(self._text())
         return _because(found[1]) if found else ""
 
@@ -161,7 +161,9 @@ class TokenVersions:
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
         self._ended_by: dict[str, int] = {}
-        """Policy version of the last token, by request that has ended and whose output was not fetched yet."""
+        """Policy version that sampled the last token, for each request that has ended and whose output is not fetched
+        yet.
+        """
 
     def begin(self, request_id: str) -> None:
         """Begin to count a request's tokens at every update."""

@@ -44,9 +44,9 @@ class WeightUpdateExtension:
             entries: name, dtype, shape and position of each tensor in the file.
             checksums: the learner's checksums of a sample of the tensors.
         Returns:
-            Number of tensors that were verified to equal the sent ones.
+            Number of tensors that were verified to equal the sent tensors.
         Raises:
-            ValueError: the received tensors, or the model's, differ from the sent ones.
+            ValueError: the received tensors, or the model's tensors, differ from the tensors that were sent.
         """
         import torch
 
@@ -125,8 +125,8 @@ def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int
     wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(found)} sampled tensors differ, by their checksums, between the learner that sent "
-            f"them and this server, where they {what}: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(found)} sampled tensors, as they {what} on this server, have other checksums than "
+            f"the learner's tensors: {', '.join(wrong[:3])}"
         )
     return {name for name, _ in found}
 

@@ -49,7 +49,9 @@ class HeadRule(NamedTuple):
     """Logits become cap * tanh(logit / cap)."""
 
     def applied_to(self, options: HeadOptions) -> HeadOptions:
-        """Return the options for this model: the factor goes into the temperature, the cap is applied before it."""
+        """Return the options for this model: its factor is put into the temperature, and its cap is applied before the
+        temperature.
+        """
         if self.softcap is None:
             return replace(options, temperature=options.temperature / self.factor)
         return replace(options, softcap=self.softcap)
@@ -63,14 +65,16 @@ def head_rule(causal_lm: Any) -> HeadRule:
     """
     name, text = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise InputError(f"{name} has a bias in its output embedding, which the learner lacks")
+        raise InputError(f"{name} has a bias in its output embedding, which the learner does not support")
     factor = 1.0
     for key in (*_DIVISORS, *_FACTORS):
         if (value := getattr(text, key, None)) is not None:
             factor *= 1.0 / value if key in _DIVISORS else value
     cap = getattr(text, "final_logit_softcapping", None)
     if cap is not None and factor != 1.0:
-        raise InputError(f"{name} scales its logits by {factor:g} and caps them at {cap:g}: only one is supported")
+        raise InputError(
+            f"{name} scales its logits by {factor:g} and caps them at {cap:g}: the learner supports only one of the two"
+        )
     return HeadRule(factor=factor, softcap=cap)
 
 
@@ -78,7 +82,7 @@ PINNED = "longrope"
 
 
 def pin_positions(causal_lm: nn.Module, num_tokens: int) -> None:
-    """Make every forward compute longrope's positions as for a sequence of `num_tokens` tokens. Call it once."""
+    """Make every forward use longrope's frequencies for a sequence of `num_tokens` tokens. Call it once."""
     for module in causal_lm.modules():
         kinds = getattr(module, "rope_type", None)
         if PINNED in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
@@ -235,7 +239,7 @@ def _name_inside(name: str, named: Mapping[str, Any]) -> str:
 
 
 def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
-    """Make the model compute packed tokens as it computes plain ones. Call it once, before sharding.
+    """Make the model compute the same for packed sequences as for single sequences. Call it once, before sharding.
 
     Args:
         num_tokens: length of the longest possible sequence.

@@ -75,7 +75,7 @@ class Targets:
 def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
     """Return the index of the first pair of each of M positions, followed by the number of pairs.
 
-    Example: pairs of positions [0, 0, 2] of 3 -> [0, 2, 2, 3].
+    Example: 3 positions, pair_rows [0, 0, 2] -> [0, 2, 2, 3].
     """
     return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 

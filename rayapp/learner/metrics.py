@@ -40,8 +40,8 @@ def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask:
     """Return the differences between the learner's and the engine's probabilities, and verl's off-policy metrics.
 
     Args:
-        learner_log_probs: (B, T) the learner's log-probs (B, T), under the weights that should have sampled the tokens.
-        rollout_log_probs: (B, T) log-probs that the engine reported.
+        learner_log_probs: the learner's log-probs (B, T), under the weights that should have sampled the tokens.
+        rollout_log_probs: log-probs (B, T) that the engine reported.
         mask: (B, T) float32.
     Returns:
         `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared).
@@ -200,8 +200,8 @@ def timing_metrics(watch: Stopwatch) -> dict[str, float]:
 
 
 class Recorder:
-    """torch's profiler around one step of this rank. Of each pass over the micro-batches it records the first
-    MOST_MICRO_BATCHES: the others repeat them, and a trace of all would grow with the batch.
+    """Profiles one step of this rank with torch's profiler. It records the first MOST_MICRO_BATCHES micro-batches of
+    each pass: the other micro-batches are similar, and a trace of all would grow with the batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -214,7 +214,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager for the step."""
+        """Context manager that profiles the step in its block."""
         with self._profiler:
             yield
 

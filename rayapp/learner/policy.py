@@ -3,8 +3,8 @@
 `load_policy` makes it; the learner calls it. The same code serves one rank and many, CPU and GPU, the trained policy
 and the frozen reference. It is independent of rewards and losses.
 
-`make_optimizer` makes its AdamW. The learning rate is a pure function of the optimizer step, so a resumed run needs no
-scheduler state.
+`make_optimizer` makes AdamW for the policy. The learning rate is a pure function of the optimizer step, so a resumed
+run needs no scheduler state.
 
 `fuse` compiles norms, rotary positions and gated MLPs (`learner.compile`): chains of small operators that read and
 write every token's activations several times. Attention, the head and experts are not compiled, because they have
@@ -389,7 +389,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 ROPE = "apply_rotary_pos_emb"
-"""Name of the function in transformers' model modules."""
+"""Name of the function for rotary positions in transformers' model modules."""
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 """Names of the linear layers of a gated MLP, for each known layout."""
 
@@ -427,13 +427,13 @@ def _compile(function: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether this is a norm to compile; torch's own norms are single kernels already."""
+    """Return True if the module is a norm to compile. Torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
     return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether this is a gated MLP of plain linear layers, without adapters."""
+    """Return True if the module is a gated MLP of plain linear layers, without adapters."""
     children = dict(module.named_children())
     return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
 

@@ -47,7 +47,7 @@ Shares = tuple[tuple[Share, ...], ...]
 
 def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
     """Return each rank's shares in the order of the step. A share has consecutive trajectories, so that few groups are
-    split. In each mini-batch the busiest rank has as few tokens as that allows.
+    split. In each mini-batch the busiest rank has as few tokens as possible.
     """
     size = groups_per_minibatch(len(summaries), config.train.num_minibatches)
     shares: list[list[Share]] = [[] for _ in range(num_ranks)]

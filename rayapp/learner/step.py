@@ -112,15 +112,15 @@ class PolicyLearner:
         shares: Sequence[Share],
         groups: Sequence[Group],
     ) -> dict[str, float]:
-        """Train one step. `summaries` are those of all groups of the step, `shares` are this rank's, and `groups`
-        belong to `shares`.
+        """Train one step. `summaries` describe all groups of the step, `shares` are this rank's parts of them, and
+        `groups` are the groups of `shares`, in order.
         """
         with self._profiled(step):
             return _Step(self, step, summaries, shares, groups).run()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Record the block if it is a step of `train.profile_steps`, on rank 0 only."""
+        """Context manager that profiles the block on rank 0, if `step` is in `train.profile_steps`."""
         self.profile = None
         if self.ranks.rank or step not in self.config.train.profile_steps:
             yield
@@ -134,7 +134,7 @@ class PolicyLearner:
         self.profile = recorder.profile("learner-0")
 
     def recorded(self, batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return the micro-batches of one pass. In a profiled step only the first ones are recorded."""
+        """Return the micro-batches of one pass. In a profiled step, only the first micro-batches are recorded."""
         return batches if self._recorder is None else self._recorder.first_of(batches)
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:

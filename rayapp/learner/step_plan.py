@@ -115,7 +115,7 @@ def zero_advantages(table: StepTable) -> dict[int, FloatArray]:
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
-    """Return for each row (R,) the index of its optimizer step within the step: whole groups, in order."""
+    """Return for each row (R,) the index of its optimizer step within the step. Groups stay whole and in order."""
     result: NDArray[np.int64] = table.group // groups_per_minibatch(table.num_groups, num_minibatches)
     return result
 

@@ -154,7 +154,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
-    # With a tool file, `_check_tools` checks the template.
+    # Leave the template to `_check_tools` if there is a tool file.
     asks_template = has_tokenizer and not config.agent.tool_file
     _check_entries(
         config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template
@@ -278,7 +278,7 @@ def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
-            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} holds "
+            f"sandboxes: sandbox.providers and sandbox.max_leases allow {have}, but the tool {entry.class_name} keeps "
             f"one for each trajectory, and {arithmetic} = {need} trajectories run at once. Raise sandbox.max_leases to "
             f"{need}, lower one of these numbers, or, if `python` is the only such tool, set `stateful: false` in its "
             "config"

@@ -66,7 +66,7 @@ FREE_KEYS = (
 """Keys and sections that may differ: they change where and how long a run executes and what it records, but not the
 training.
 
-train.num_steps may differ, too, unless the learning rate depends on it.
+train.num_steps may also differ, unless the learning rate depends on it.
 """
 MACHINE_KEYS = (
     "rollout.num_workers",
@@ -77,7 +77,7 @@ MACHINE_KEYS = (
     *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
     *_of("learner", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
-"""Keys that differ between machines. The training is equal, but not to the last bit: a warning says so."""
+"""Keys that differ between machines. The training is equal, but not to the last bit, which a warning says."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
 """List index within a key. It is removed before the comparison: a key that may differ may differ in every source and
 judge.
@@ -253,7 +253,7 @@ class RunFolder:
         checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
             raise RunFolderError(
-                f"run.resume is must, but {self.path} has no complete checkpoint. Use auto to start over."
+                f"run.resume is must, but {self.path} has no complete checkpoint. Use run.resume=auto to start over."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
@@ -342,7 +342,8 @@ class RunFolder:
 
     @contextmanager
     def pending_final(self, step: int | None = None) -> Iterator[Path]:
-        """Make an empty folder that becomes `final/` if the block succeeds: the model after this step, or the last."""
+        """Make an empty folder that becomes `final/` if the block succeeds. It is for the model after `step`, or after
+        the run's last step."""
         pending, final = self.path / ".pending-final", self.path / FINAL
         with self.explain_full_disk(pending):
             remove_tree(pending)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 ONE_IN = 8
 NUM_COLUMNS = 128
 MAX_VALUES = 1 << 24
-"""Maximum number of values that a checksum covers. Computing such a checksum takes a fraction of a second on one core.
+"""Maximum number of values that a checksum covers. The checksum of so many values takes a fraction of a second on one
+core.
 """
 
 
@@ -49,7 +50,7 @@ class Sampler:
 
 
 def columns_of(name: str, width: int) -> list[int]:
-    """Return the columns of a tensor that its checksum covers: chosen at random, but alike in every process.
+    """Return the columns of a tensor that its checksum covers: a random choice, which is the same in every process.
 
     Each column holds a value of every row. Checking few columns is cheap, although each one is computed by the layer
     itself if a kernel packs the matrix (see `held`).

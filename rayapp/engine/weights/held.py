@@ -66,7 +66,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool, rounded: bool = 
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
-                yield name, (-modules[owner].A).log()  # mamba's mixers hold it as -exp(A), in float32
+                yield name, (-modules[owner].A).log()  # mamba's mixers hold -exp(A_log), in float32
 
 
 def place_of(name: str) -> str:
@@ -255,7 +255,7 @@ def check_rounded(model: Any, names: Iterable[str]) -> set[str]:
         if not error <= MAX_ROUNDING:
             raise ValueError(
                 f"{name}: the layer computes with another matrix than the learner sent: its columns differ by "
-                f"{error:.2g} of their norm, and rounding to 8 bits explains {MAX_ROUNDING:g}"
+                f"{error:.2g} of their norm, but rounding to 8 bits explains only {MAX_ROUNDING:g}"
             )
         compared.add(name)
     sent.clear()

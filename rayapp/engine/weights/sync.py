@@ -255,7 +255,7 @@ class GroupCarrier:
         self._timeout_s = timeout_s
         self._joined_by: WeightGiver | None = None
         self._joined_s = 0.0
-        """Seconds that forming a group took since the last sync."""
+        """Seconds spent on forming groups since the last sync."""
 
     async def join(self, learners: WeightGiver, servers: Sequence[WeightTaker]) -> None:
         """Form the group, unless these learners have formed it."""
@@ -296,7 +296,7 @@ class GroupCarrier:
         Call it when every learner has finished sending: only then may servers take back the memory of shared GPUs.
         """
         answers = await asyncio.gather(*(self._go_on(server) for server in servers))
-        reason = error or WeightSyncError(f"it does not hold version {version} although the sync succeeded")
+        reason = error or WeightSyncError(f"the server does not hold version {version}, although the sync succeeded")
         held = [reason if isinstance(answer, int) and answer != version else answer for answer in answers]
         return {s.name: answer for s, answer in zip(servers, held, strict=True) if isinstance(answer, RayappError)}
 
@@ -309,7 +309,7 @@ class GroupCarrier:
     async def buckets(self, version: int, learners: WeightGiver) -> Sequence[Any]:
         """Export the learners' weights. The next sync forms a new group, because the present group has lost a member.
 
-        Waits for a step that is being trained, and then returns that step's weights.
+        While a step is being trained, the call waits; it then returns the new weights.
         """
         self._joined_by = None
         return [ref async for ref in learners.export_weights(version, BUCKET_BYTES)]
@@ -342,8 +342,8 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if config.learner.lora.sends_adapter:
         if asked not in ("auto", "object_store"):
             raise ConfigError(
-                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter: a "
-                "few megabytes that go through object_store. Leave it auto, or set learner.lora.send: merged."
+                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter, "
+                "and adapters go through object_store. Leave the transport auto, or set learner.lora.send: merged."
             )
         return "object_store"
     if asked == "auto":
@@ -358,12 +358,12 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
     if asked == "ipc" and placement == "split":
         raise ConfigError(
             "server.weight_transport is ipc, which needs a learner on every GPU of every server, but "
-            "cluster.placement is split. Use nccl, or placement colocated."
+            "cluster.placement is split. Use nccl, or set cluster.placement: colocated."
         )
     if asked == "nccl" and placement == "colocated":
         raise ConfigError(
             "server.weight_transport is nccl, but cluster.placement is colocated: two ranks of one NCCL group can't "
-            "share a GPU. Use ipc, or placement split."
+            "share a GPU. Use ipc, or set cluster.placement: split."
         )
     return asked
 

@@ -1,7 +1,8 @@
 """Computes advantages with verl's estimators.
 
 The learner calls it once a step, on every rank, with all trained trajectories of the step, because some estimators
-whiten over all of them. Invalid trajectories are left out before. This module computes no baseline of its own.
+whiten over all of them. Invalid trajectories have been left out before the call. This module computes no baseline of
+its own.
 
 Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
 """
@@ -174,7 +175,10 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
-        raise ConfigError(f"algorithm.gdpo_reward_terms names {missing}, but all rewards have only {sorted(whole)}")
+        raise ConfigError(
+            f"algorithm.gdpo_reward_terms names {missing}, which some rewards lack; all rewards have only "
+            f"{sorted(whole)}"
+        )
     prompts = torch.zeros(mask.shape[0], 0)
     terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}

@@ -119,7 +119,7 @@ class VerdictReader:
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
                 routed_experts=None,  # the server has chosen no experts for this longer prompt
-                # A fork with after=-1 begins a new conversation: this one must also begin with the message.
+                # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),
         )
@@ -189,6 +189,6 @@ def _of_tokens(answer: dict[str, Any], tokens: Sequence[int]) -> FloatArray:
         return np.array([0.0, *(float(entry[str(token)]["logprob"]) for token, entry in pairs)], np.float32)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LearnerError(
-            "distillation.base_url: its answers don't have prompt_logprobs for every token "
-            f"({type(error).__name__}: {error}). It must be a vLLM server (vllm serve MODEL)."
+            "distillation.base_url: the server's answers don't have prompt_logprobs for every token "
+            f"({type(error).__name__}: {error}). Use a vLLM server (vllm serve MODEL)."
         ) from error

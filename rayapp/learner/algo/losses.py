@@ -171,7 +171,7 @@ def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale:
 
 
 def make_actor_config(config: Config, scale: LossScale) -> Any:
-    """Return verl's ActorConfig, which its losses read.
+    """Return verl's ActorConfig, which verl's losses read.
 
     Raises:
         ConfigError: `algorithm.policy_loss` is unknown.

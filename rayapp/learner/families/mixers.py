@@ -60,7 +60,9 @@ class Borders:
             LearnerError: the number of tokens differs from that of the forward.
         """
         if hidden.shape[:2] != (1, self._place.numel()):
-            raise LearnerError(f"a layer got {tuple(hidden.shape[:2])} tokens, the forward has {self._place.numel()}")
+            raise LearnerError(
+                f"a layer got {tuple(hidden.shape[:2])} tokens, but the forward has {self._place.numel()}"
+            )
         packed = hidden[0]
         mixed = [mixer(packed.index_select(0, index.reshape(-1)).unflatten(0, index.shape)) for index in self._rows]  # type: ignore[no-untyped-call]
         return torch.cat([rows.flatten(0, 1) for rows in mixed]).index_select(0, self._place)[None]

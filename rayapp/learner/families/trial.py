@@ -106,8 +106,8 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
 
 
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
-    """Return two groups of trajectories, with tool tokens in between. Completions of a group share more tokens than the
-    prompt.
+    """Return two groups of trajectories that contain tool tokens. Trajectories of a group share the prompt and some
+    tokens after it.
     """
     rng = np.random.default_rng(seed)
     return [_group(rng, number, vocabulary) for number in range(2)]
@@ -254,7 +254,7 @@ class EngineErrors:
 
 
 async def engine_errors(configs: tuple[Config, Config], groups: list[Group], final: Path) -> EngineErrors:
-    """Start vLLM with a model that a learner exported, and sync weights twice.
+    """Start vLLM with a model that a learner exported, sync weights twice, and return the differences of log-probs.
 
     Args:
         configs: configs of two models of one architecture; the engine starts with the first.

@@ -23,7 +23,8 @@ Change = Callable[[ModelShape, Config, Gpu], Config]
 
 def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
     """Return the largest `learner.max_tokens_per_microbatch` with which the learner fits; 0 if the longest sequence
-    doesn't."""
+    does not fit.
+    """
 
     def fits(tokens: int) -> bool:
         return plan_gpu(shape, with_values(config, learner={"max_tokens_per_microbatch": tokens}), gpu).learner_fits
@@ -106,7 +107,9 @@ def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 
 
 def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    """Double the tensor parallelism. Several servers keep their GPUs; a single server gets twice as many."""
+    """Double the tensor parallelism. An even number of servers is halved, so that they keep their GPUs; an odd number
+    stays.
+    """
     tp, servers = config.server.tensor_parallel_size, config.server.num_servers
     if shape.num_heads % (2 * tp):
         return config

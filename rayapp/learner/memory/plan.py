@@ -107,7 +107,7 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """KV cache: what weights and runtime leave of server.gpu_memory_utilization; below 0 if the weights don't fit."""
+    """Bytes for the KV cache: vLLM's share of the GPU minus weights and runtime; below 0 if the weights don't fit."""
     runtime: int
     """Memory of CUDA, and the temporary tensors of the largest prefill and of sampling a full batch."""
     graphs: int
@@ -138,13 +138,13 @@ class GpuPlan:
     server_share: int
     """Bytes that vLLM takes: room x server.gpu_memory_utilization."""
     transfer: int
-    """Largest full tensor and the buckets, while weights are sent."""
+    """Bytes of the largest full tensor and of the buckets, which exist while weights are sent."""
     export: int
-    """Largest full tensor, while weights are exported."""
+    """Bytes of the largest full tensor, which exists while weights are exported."""
 
     @property
     def training(self) -> int:
-        """The learner's peak, plus the sleeping server if they share the GPU."""
+        """Bytes at the learner's peak, including the sleeping server if they share the GPU."""
         return self.learner.total + (self.server.asleep if self.is_shared else 0)
 
     @property
@@ -313,7 +313,7 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
 
 
 def longest_part(config: Config) -> int:
-    """Return the number of tokens of the longest trajectory that one learner computes."""
+    """Return how many tokens of the longest trajectory one learner computes."""
     return -(-config.max_learner_tokens // config.learner.sequence_parallel)
 
 
@@ -474,7 +474,7 @@ class NodePlan:
     backups: int
     """Weights of sleeping servers, in pinned memory."""
     learners: int
-    """Learners' tensors in host memory: `learner.cpu_offload`, `learner.offload_when_idle`."""
+    """Tensors that learners keep in host memory (`learner.cpu_offload`, `learner.offload_when_idle`)."""
     staging: int
     """Copies from which a checkpoint is written."""
     processes: int
@@ -527,7 +527,7 @@ class HostPlan:
     """Bytes of this machine's memory that a run on its CPU takes."""
 
     learners: int
-    """Learners at the peak of a step."""
+    """Bytes of the learners at the peak of a step."""
     activations: int
     """Part of `learners` that only the largest micro-batch takes; few steps have such a micro-batch."""
     servers: int

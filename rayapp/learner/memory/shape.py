@@ -82,9 +82,9 @@ def gpu_called(name: str) -> Gpu:
         return Gpu(name="GPU", room=room, **({"link_gb_s": PCIE_GB_S} | known))
     except (KeyError, ValueError, TypeError):
         raise InputError(
-            f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}. Or give the figures of another kind, the memory "
-            "that programs can use and dense bfloat16: --gpu memory_gib=94,memory_gb_s=3900,tflops=835,link_gb_s=300 "
-            f"(link_gb_s is {PCIE_GB_S:g} if you omit it)."
+            f"--gpu {name!r} is unknown: use one of {', '.join(GPUS)}. Or describe another GPU: --gpu "
+            "memory_gib=94,memory_gb_s=3900,tflops=835,link_gb_s=300. Give the memory that programs can use and the "
+            f"TFLOPS of dense bfloat16; link_gb_s is {PCIE_GB_S:g} if you omit it."
         ) from None
 
 

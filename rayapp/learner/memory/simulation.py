@@ -254,7 +254,8 @@ def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
     room = num_tokens
     while True:
         is_new = not groups or len(groups[-1]) == config.rollout.group_size
-        # The model reads all tokens of a trajectory but the last. The first trajectory of a group also adds the prompt.
+        # The model reads all tokens of a trajectory but the last. The prompt counts only for the first trajectory of a
+        # group.
         room -= prompt if is_new or not config.learner.share_prefixes else 0
         length = min(completion, room + 1)
         if length < 2 and groups:

@@ -213,8 +213,8 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     if first.size != second.size:
         raise LearnerError(
             f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
-            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set a "
-            "number."
+            f"and {second.size} for {2 * few}: the memory of more tokens can't be predicted from these runs. Set it "
+            "to a number."
         )
     shape, per_token = model_shape(config), (second - first) / few
     # Frozen models score just before the update, and the weights that they gathered still take memory.
@@ -293,7 +293,7 @@ def compare_with_plan(measured: int, planned: int, *, left: int, tokens: int) ->
         tokens: `learner.max_tokens_per_microbatch`.
     """
     gib = {"measured": measured / GIB, "planned": planned / GIB, "left": left / GIB}
-    figures = "the first step took {measured:.2f} GiB of GPU memory, planned were {planned:.2f}, {left:.2f} were left"
+    figures = "the first step took {measured:.2f} GiB of GPU memory, {planned:.2f} were planned, {left:.2f} were left"
     log.info(figures.format(**gib))
     if measured > PLAN_TOLERANCE * planned:
         log.warning(

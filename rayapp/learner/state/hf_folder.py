@@ -286,4 +286,6 @@ def _check_names(expected: set[str], folder: Path) -> None:
     found = {name for name in stored if name.startswith(_WEIGHTS)}
     if found != expected:
         odd = sorted(found ^ expected)
-        raise ValueError(f"it has {len(found)} tensors, but the model {len(expected)}; only one of them has {odd[0]}")
+        raise ValueError(
+            f"it has {len(found)} tensors and the model has {len(expected)}; only one of them has {odd[0]}"
+        )

@@ -1,14 +1,15 @@
 """Reads the weights at `model.path`; every rank reads only its own rows of each tensor.
 
 `load_policy` calls it on a model that is sharded and has no values yet. A rank reads full tensors only if transformers
-joins several tensors of the files along the rows into one of the model (`WeightConverter`). It then reads one at a
-time. Experts that are stacked into one tensor are read one by one, each only by the ranks that hold it.
+joins several tensors of the files along the rows into one tensor of the model (`WeightConverter`). It then makes one
+such tensor at a time. Experts that are stacked into one tensor are read one by one, each only by the ranks that hold
+it.
 
 Hub checkpoints, whose names vLLM knows, and transformers' models differ: transformers 5 has its own names and shapes
 for some families, such as one tensor for all experts of a layer, or a shorter prefix for models that also read images.
-Transformers defines each family's conversions. `sources_of` reads the conversions for loading, and stores those that it
-used on the model; `hub_tensors` reverses them, for exports and for the servers. `groups_of` returns the tensors that
-are converted together: converting group by group never holds a second model.
+Transformers defines each family's conversions. `sources_of` reads the conversions for loading, and stores the used ones
+in the model. `hub_tensors` reverses the stored conversions, for exports and for the servers. `groups_of` returns the
+tensors that are converted together: converting group by group never holds a second model.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class WeightFiles(Mapping[str, Any]):
     def __init__(self, path: str) -> None:
         try:
             self._tensors = {name: tensor for file in _files(path) for name, tensor in _opened(file)}
-        except Exception as error:  # the hub's client, safetensors or torch's unpickler
+        except Exception as error:  # the hub's client, safetensors and torch may raise anything
             raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
 
     def __getitem__(self, name: str) -> Any:
@@ -130,7 +131,7 @@ def _files(path: str) -> list[str]:
         if index := cached_file(path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False):
             files, _ = get_checkpoint_shard_files(path, index)
             return [str(file) for file in files]
-    raise OSError("it has no model.safetensors, no pytorch_model.bin, and no index of parts of one")
+    raise OSError("it has neither model.safetensors nor pytorch_model.bin, nor an index of the parts of one")
 
 
 def _opened(file: str) -> Iterator[tuple[str, Any]]:

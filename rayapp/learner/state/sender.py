@@ -32,8 +32,8 @@ WIRE_DTYPE = torch.bfloat16
 
 
 class LearnerSource:
-    """Weights of a learner, as vLLM's `WeightSource`. A sync iterates over it once; it counts the tensors that it
-    yielded.
+    """Weights of a learner, as vLLM's `WeightSource`. A sync iterates over the source once; the source counts the
+    tensors that it yielded.
 
     Args:
         device: device of the learner; weights in host memory are moved to it.

@@ -55,7 +55,7 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
     tool = tools.get(call.name)
     if tool is None:
         names = ", ".join(schema.name for schema in tools.schemas) or "none"
-        raise ToolFailedError(f"there is no tool {call.name!r}; there are: {names}", "unknown_tool")
+        raise ToolFailedError(f"there is no tool {call.name!r}; the tools are: {names}", "unknown_tool")
     arguments = read_arguments(call.arguments)
     if problem := tools.problem(call.name, arguments):
         raise ToolFailedError(f"wrong arguments for {call.name}: {problem}", "bad_arguments")
@@ -72,7 +72,7 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise
     except TimeoutError:
         raise ToolFailedError(f"{record.name} did not finish within {tool.timeout_s:g} s", "timeout") from None
-    except Exception as error:  # boundary: a tool is foreign code; only the log has the reason
+    except Exception as error:  # boundary: foreign code may raise anything
         log.warning("tool %s crashed: %s: %s", record.name, type(error).__name__, error, exc_info=True)
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
@@ -82,14 +82,14 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 def _usable(output: ToolOutput) -> ToolOutput:
     """Check that the fields of a tool's output have the declared types, and return the output. Raises TypeError,
-    ValueError or OverflowError: a field has not.
+    ValueError or OverflowError: a field has another type, or a number is not finite.
     """
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
     if not isinstance(output.answer, str | None):
         raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
     if not all(isinstance(ran, ExecRecord) for ran in output.execs):
-        raise TypeError("ToolOutput.execs must hold records of executions")
+        raise TypeError("ToolOutput.execs must be a sequence of ExecRecord")
     reward = None if output.reward is None else storable(output.reward)
     return replace(output, reward=reward, waited_s=storable(output.waited_s), execs=tuple(output.execs))
 
@@ -107,7 +107,7 @@ async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCa
     """
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),)
     return _at_most(calls)
 
@@ -121,7 +121,7 @@ async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[
 
     try:
         calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),), text
     return _at_most(calls), words
 

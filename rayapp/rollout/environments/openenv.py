@@ -89,8 +89,8 @@ class OpenEnvEpisodes:
             needed = ", ".join(parameters["required"]) or "nothing"
             raise ConfigError(
                 f"{self._where}: text_field {field!r} can't be a whole action: the text fields of an action are "
-                f"{', '.join(texts) or 'none'}, and it needs {needed}. Leave text_field out: then the policy calls the "
-                "tool `step`"
+                f"{', '.join(texts) or 'none'}, and the action needs {needed}. Leave text_field out: "
+                "then the policy calls the tool `step`"
             )
 
     @property
@@ -203,7 +203,7 @@ class OpenEnvEpisode:
                     await self._socket.send_json({"type": kind, "data": data})
                 message = await self._socket.receive()
         except TimeoutError as error:
-            raise ToolUnavailableError(f"{url}: no answer to {kind} in {self.environment.timeout_s:g} s") from error
+            raise ToolUnavailableError(f"{url}: no answer to {kind} within {self.environment.timeout_s:g} s") from error
         except (OSError, ClientError) as error:
             raise ToolUnavailableError(f"{url}: the session is lost: {error}") from error
         if message.type is not WSMsgType.TEXT:

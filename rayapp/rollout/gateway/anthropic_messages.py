@@ -189,7 +189,7 @@ def _chosen_calls(choice: Mapping[str, Any], brought: Sequence[ToolSchema], *, s
 def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """Check that the agent runs a tool itself, and return the tool. Tools that Anthropic's servers run are refused."""
     if given.get("type") not in (None, "custom"):
-        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not offered")
+        raise refuse(f"tools[{index}]: Anthropic's own tools ({given.get('type')!r:.40}) are not supported")
     return given
 
 

@@ -61,7 +61,7 @@ class Said:
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of the assistant."""
     call_id: str = ""
-    """For a tool's message: id of the call that it answers."""
+    """Id of the tool call whose result this message is; empty for other messages."""
     key: Key = field(init=False, repr=False)
     """Key of this message. It leaves out call ids, and blanks around the assistant's text, because clients change both
     when they send a message back."""
@@ -446,7 +446,7 @@ class RefusedError(Exception):
 def not_offered(wish: str) -> str:
     """Return the error message for a request that no server of these APIs supports."""
     return (
-        f"{wish} is not supported: sampling settings and chat template are those that the policy is trained with. "
+        f"{wish} is not supported: the policy keeps the sampling settings and chat template of its training. "
         "Leave it out"
     )
 

@@ -56,7 +56,7 @@ class Ledger:
 
     @classmethod
     def load(cls, folder: Path) -> Ledger | None:
-        """Read the folder's record; None if there is none, or a torn one.
+        """Read the folder's record; None if it is missing or incomplete.
 
         Raises:
             RunFolderError: a newer version wrote it.
@@ -86,8 +86,8 @@ def loose_files(folder: Path, sent: Container[str] = ()) -> dict[str, Stamp]:
     """Return the files that are sent one by one, in the order of sending. Hidden files are work in progress.
 
     Args:
-        sent: keys already stored. Trajectories among them are left out: they never change, and checking thousands of
-            files every second would be slow.
+        sent: keys already stored. Trajectories that are stored are left out: they never change, and checking thousands
+            of files every second would be slow.
     """
     found: dict[str, Stamp] = {}
     for path in _walk(folder):

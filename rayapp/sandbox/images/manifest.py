@@ -81,7 +81,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ImageError(f"{what} is not JSON: {type(error).__name__}") from None
     if not isinstance(found, dict):
-        raise ImageError(f"{what} is no JSON object")
+        raise ImageError(f"{what} is not a JSON object")
     return found
 
 
@@ -101,7 +101,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
         if has == wanted or has.startswith(f"{wanted}/"):
             return digest
     if len(named) == 1 and not named[0][0]:
-        return named[0][1]  # An index with one manifest may leave the platform out: the configuration names it.
+        return named[0][1]  # the image's configuration names the platform
     there = sorted({has for has, _ in named if has and not has.startswith("unknown")})
     raise ImageError(f"{what} is not built for {wanted}, only for {', '.join(there) or 'no platform'}")
 

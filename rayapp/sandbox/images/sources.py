@@ -354,5 +354,7 @@ def _named_in(index: bytes, reference: Reference) -> bytes:
         names = [(entry.get("annotations") or {}).get(_NAME, "") for entry in entries]
         entries = [entry for entry, name in zip(entries, names, strict=True) if name == reference.tag]
         if not entries:
-            raise ImageError(f"image {reference} is not in its layout, which has {', '.join(map(str, names))}")
+            raise ImageError(
+                f"image {reference} is not in the index of its folder, which has {', '.join(map(str, names))}"
+            )
     return json.dumps({**found, "manifests": entries}).encode()

@@ -147,7 +147,7 @@ def _gunzipped(file: IO[bytes]) -> Iterator[bytes]:
             if member.eof and not data.strip(b"\0"):
                 data = b""
     if not member.eof:
-        raise EOFError("it ends in the middle")
+        raise EOFError("it is cut off")
 
 
 def unpack(file: IO[bytes], root: int, *, max_bytes: int, max_files: int) -> Unpacked:
@@ -183,7 +183,7 @@ class _Layer:
 
     def __init__(self, root: int, max_bytes: int) -> None:
         self._root = root
-        self._bytes_left = max_bytes
+        self._max_bytes = self._bytes_left = max_bytes
         """Bytes that the layer's files may still have. The archive's size is not enough, because a sparse file is
         larger than its part of the archive."""
         self._folder = ("", os.dup(root))
@@ -290,7 +290,7 @@ class _Layer:
             while content is not None and (data := content.read(_CHUNK)):
                 self._bytes_left -= len(data)
                 if self._bytes_left < 0:
-                    raise BadLayerError("its files are larger than allowed")
+                    raise BadLayerError(f"its files have more than {self._max_bytes} bytes")
                 os.write(descriptor, data)
             os.fchmod(descriptor, member.mode & 0o777 | 0o600)
             os.utime(descriptor, (member.mtime, member.mtime))

@@ -218,8 +218,9 @@ class LocalProvider:
         if spec.own_files and not slot.level.startswith("ns"):
             slot.close()
             raise SandboxConfigError(
-                f"code can write no files in this node's sandboxes ({slot.level}) and start no programs; repositories "
-                "and languages other than Python need both: allow user namespaces, or use a remote provider"
+                "repositories and languages other than Python can't run in this node's sandboxes: at level "
+                f"{slot.level} code can neither write files nor start programs. Allow user namespaces, or use a "
+                "remote provider"
             )
         image = hold.image if hold is not None else None
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended, image)

@@ -111,7 +111,7 @@ class E2BChannel:
             return str(error.stdout)
         except SandboxError:
             if output.room < 0:
-                return ""  # the code wrote to stdout before its watcher did, so the output holds no report
+                return ""  # the code bypassed its watcher and printed too much, so there is no report
             raise
         return str(result.stdout)
 

@@ -38,7 +38,7 @@ from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
 """Error codes of OpenKruise's server that JSON-RPC does not define."""
 _CHUNK_BYTES = 48_000
-_NO_LASTING = "provider mcp with tool: once gives no sandbox that outlasts a call; use tool: session"
+_NO_LASTING = "provider mcp has tool: once, with which a sandbox ends after each call: use tool: session"
 
 
 class McpProvider:
@@ -180,7 +180,7 @@ class McpChannel:
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
         if time.monotonic() + ttl_s > self.ends_at + 1.0:
             raise SandboxConfigError(
-                f"sandbox {self.id}: an MCP server has no call to extend one; it ends in "
+                f"sandbox {self.id} can't be extended, because MCP has no call for this. It ends in "
                 f"{self.ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
             )
 

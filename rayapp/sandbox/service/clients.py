@@ -152,7 +152,7 @@ class Share:
                     await self.places.acquire()
             except TimeoutError:
                 raise SandboxUnavailableError(
-                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and gave none back "
+                    f"{self.sandboxes.holder} holds the maximum number of sandboxes for a client, and returned none "
                     f"within {timeout_s:g} s"
                 ) from None
             try:

@@ -123,4 +123,4 @@ class Sessions:
             try:
                 await asyncio.shield(lease.__aexit__(None, None, None))
             except Exception as error:  # boundary: if returning the lease fails, the pool ends the sandbox
-                log.warning("a session's sandbox was not given back: %s", error)
+                log.warning("a session's sandbox was not returned to the pool: %s", error)

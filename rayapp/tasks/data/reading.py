@@ -111,7 +111,8 @@ class ReadOptions:
     max_prompt_tokens: int | None = None
     """Maximum tokens of a prompt; None disables the check."""
     filter_overlong_prompts: bool = True
-    """True drops longer prompts and counts them in `num_overlong`; False applies `truncation` to them."""
+    """True drops prompts longer than `max_prompt_tokens` and counts them in `num_overlong`; False applies `truncation`
+    to them."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 

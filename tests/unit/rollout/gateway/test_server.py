@@ -537,7 +537,9 @@ async def test_an_endpoint_that_fails_is_an_error_of_the_call_and_keeps_its_key(
     assert "set-cookie" not in busy.value.response.headers
     assert served.session.trajectory().agent_counts["endpoint_errors"] == 4
     monkeypatch.delenv("HELPERS_KEY")
-    with pytest.raises(ConfigError, match=r"agent.external.endpoint needs a key: set HELPERS_KEY"):
+    with pytest.raises(
+        ConfigError, match=r"agent.external.endpoint has no key: the environment variable HELPERS_KEY is not set"
+    ):
         Forwarder(forwarder._section)
 
 
