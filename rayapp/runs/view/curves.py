@@ -131,8 +131,8 @@ MEANINGS = {
     "Kept over weight syncs": "Share of trajectories that outlived a weight sync, and of tokens sampled before it.",
     "Agents' calls": "External agents: trajectories that forked, repeated calls, calls under other models' names, and "
     "calls that asked for a form.",
-    "Why trajectories forked": "External agents' calls that continue no recorded conversation, by reason. The page of a "
-    "trajectory shows the first text that differs.",
+    "Why trajectories forked": "External agents' calls that continue no recorded conversation, by reason. The page of "
+    "a trajectory shows the first text that differs.",
     "Entropy": "Entropy of the policy's next token. Near 0 the policy writes the same text again and again.",
     "KL": "Distance of the policy from the weights that sampled, from the reference, and from the teacher.",
     "Clip share": "Share of tokens whose ratio the policy loss clips.",
