@@ -61,7 +61,7 @@ class Said:
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of the assistant."""
     call_id: str = ""
-    """For a tool's message: id of the call that it answers."""
+    """Id of the tool call whose result this message is; empty for other messages."""
     key: Key = field(init=False, repr=False)
     """Key of this message. It leaves out call ids, and blanks around the assistant's text, because clients change both
     when they send a message back."""
