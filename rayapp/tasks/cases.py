@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process; a model's
-code never does. Expected values stay in this process: only inputs go to a sandbox.
+Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process. A model's
+code never runs in it. Expected values stay in this process: only inputs go to a sandbox.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Case:
     args: tuple[object, ...]
     """Positional arguments, as plain data."""
     expected: object
-    """Expected value, as plain data. It is compared outside the sandbox, type for type."""
+    """Expected value, as plain data. It is compared outside the sandbox; values of different types are unequal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 def _usable(output: ToolOutput) -> ToolOutput:
     """Check that the fields of a tool's output have the declared types, and return the output. Raises TypeError,
-    ValueError or OverflowError: a field has not.
+    ValueError or OverflowError: a field has another type, or a number is not finite.
     """
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")

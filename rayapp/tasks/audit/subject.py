@@ -89,11 +89,10 @@ class Subject:
     cheats: tuple[Attempt, ...] = ()
     """Answers that try to earn a reward without solving the task."""
     score_cheat: Score | None = None
-    """Function that scores cheats; None: `score`. It doesn't enforce banned names, because isolation alone must defeat
-    cheats."""
+    """Function that scores cheats instead of `score`. It doesn't enforce banned names, because isolation alone must
+    defeat cheats."""
     score_share: Score | None = None
-    """Function that scores trivial answers by the fraction of passed tests, if `score` is all-or-nothing; None:
-    `score`."""
+    """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
     run_tests: RunTests | None = None
     run_later: RunTests | None = None
     """Function like `run_tests` that sets the clock a year ahead."""
