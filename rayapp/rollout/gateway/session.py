@@ -183,7 +183,7 @@ class Session:
     adapters: Collection[str] = ()
     """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Name -> number of this session's calls of that kind, for `Trajectory.agent_counts`."""
+    """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
     """Lines for the agent's output about calls that did not continue the last conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
