@@ -334,7 +334,7 @@ def _check_reachable(address: str) -> None:
 
 def _how_to_enter() -> str:
     """Return how to get the token for the dashboard; empty if the dashboard needs no token."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # no public function
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public API
 
     return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
 

@@ -52,6 +52,7 @@ BENCHMARKS = {
     "sandbox_fusion": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
     "images": Benchmark(),
+    "memory": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),
     "storage": Benchmark(arguments=("--json",)),

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, memory_below
 from benchmarks.report import print_report
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.images.pull import ImageSource, pull
@@ -106,27 +106,6 @@ async def starts(folder: Path, work: Path, cache: ImageSource, rounds: int) -> d
     return found
 
 
-def memory_mib(pids: set[int]) -> float:
-    """Return the MiB of memory of these processes and their descendants. Pages that they share count once."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    below = set(pids)
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    total = 0
-    for pid in below:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return total / 1024
-
-
 async def shared(cache: ImageSource, folder: Path, number: int) -> float:
     """Start `number` sandboxes of one image. Return the MiB of memory that each takes."""
     provider, template = LocalProvider(images=cache, max_slots=number), f"image:oci:{folder}"
@@ -137,7 +116,7 @@ async def shared(cache: ImageSource, folder: Path, number: int) -> float:
         ]
         for sandbox in made:
             assert (await sandbox.run_command(("/bin/cat", "/data/0"), timeout_s=60, max_output_bytes=4 * _MIB)).ok
-        return memory_mib({sandbox.slot.pid for sandbox in made}) / number
+        return sum(each.proportional_mib for each in memory_below({sandbox.slot.pid for sandbox in made})) / number
     finally:
         await provider.close()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +35,30 @@ def describe() -> dict[str, object]:
         "transformers": transformers.__version__,
         "load_before": LOAD_BEFORE,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Memory of one process."""
+
+    command: str
+    resident_mib: float
+    proportional_mib: float
+    """A page that several processes share is divided among them."""
+
+
+def memory_below(roots: Collection[int]) -> list[ProcessMemory]:
+    """Return the memory of these processes and of all processes below them. Leaves out those that end meanwhile."""
+    found, waiting = [], list(roots)
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for thread in (folder / "task").iterdir():
+                waiting += map(int, (thread / "children").read_text().split())
+            fields = dict(line.split()[:2] for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            found.append(ProcessMemory(command, int(fields["Rss:"]) / 1024, int(fields["Pss:"]) / 1024))
+    return found
 
 
 def python_unit_s(rounds: int = 20) -> float:

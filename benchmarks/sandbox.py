@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -196,21 +195,12 @@ async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Return the memory of a slot's processes in MiB: resident, and proportional (a shared page is divided among the
-    processes that share it).
-    """
-    total = {"Rss": 0, "Pss": 0}
-    waiting = [pid]
-    while waiting:
-        each = waiting.pop()
-        # The child of the last execution may just be ending.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
-            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-                key, _, value = line.partition(":")
-                if key in total:
-                    total[key] += int(value.split()[0])
-    return {f"{key.lower()}_mib": round(value / 1024, 1) for key, value in total.items()}
+    """Return memory of a slot's processes: resident, and proportional (see `ProcessMemory`)."""
+    found = machine.memory_below([pid])
+    return {
+        "rss_mib": round(sum(each.resident_mib for each in found), 1),
+        "pss_mib": round(sum(each.proportional_mib for each in found), 1),
+    }
 
 
 async def slot_memory(provider: LocalProvider) -> dict[str, float]:

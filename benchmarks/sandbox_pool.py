@@ -178,7 +178,7 @@ HERE = "growth-here"
 
 
 class Here(PoolHere):
-    """The pool's logic without its actor."""
+    """The pool in this process, without Ray's actor around it."""
 
     async def stats(self) -> Numbers:
         return self._pool.stats()

@@ -49,7 +49,7 @@ def _installer(python: Path, torch_version: str) -> list[str]:
     if uv is None:
         return [str(python), "-m", "pip", "install"]
     links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
-    # uv ignores pip's settings; without a folder of wheels it knows where CPU builds of torch are.
+    # uv ignores pip's settings. With --torch-backend cpu it finds CPU builds of torch, unless a folder has the wheels.
     backend = ["--torch-backend", "cpu"] if torch_version.endswith("+cpu") and not links else []
     return [uv, "pip", "install", "--python", str(python), *links, *backend]
 

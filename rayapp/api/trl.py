@@ -447,8 +447,8 @@ def _delta(key: str, value: Any, values: Values) -> Landing:
 
 
 def _kl(key: str, value: Any, values: Values) -> Landing:
-    """Translate the coefficient and the estimator of the KL. If the ratio is 1, TRL's bias correction has the gradient
-    of k3+.
+    """Translate the coefficient and the estimator of the KL. At an importance ratio of 1, TRL's bias correction has the
+    gradient of verl's estimator `k3+`.
     """
     corrected = bool(values["use_bias_correction_kl"])
     settings = {"algorithm.kl_loss_coef": float(value), "algorithm.kl_loss_type": "k3+" if corrected else "k3"}

@@ -29,7 +29,7 @@ class Trial:
     """Arguments of `rayapp try reward`."""
 
     name: str
-    """A function as `place:name`, or a data source that has a rule."""
+    """Reward function, as FILE.py:NAME or package.module:NAME, or a data source that has a rule."""
     data: Path | None
     rows: range
     ground_truth: str

@@ -156,7 +156,7 @@ class Keys(FrozenModel):
 
     @property
     def group_deadline_s(self) -> float:
-        """Seconds from a group's start to its end; see rollout.group_deadline_s."""
+        """Maximum seconds from a group's start to its end; see rollout.group_deadline_s."""
         rollout, server, train = self.rollout, self.server, self.train
         if rollout.group_deadline_s is not None:
             return rollout.group_deadline_s

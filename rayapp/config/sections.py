@@ -242,8 +242,8 @@ class ServerSection(FrozenModel):
     weight_bucket_mib: int = Field(256, ge=1)
     """Size in MiB of the parts in which weights are sent; no device ever holds a second full copy of the model."""
     quantization: Literal["none", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] = "none"
-    """Rounding of the servers' linear layers after each sync, by vLLM's names, while the learner keeps its own weights.
-    With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
+    """Format to which servers round their linear layers after each sync, by vLLM's names; the learner's weights are not
+    rounded. With fp8_per_block every 128 x 128 block has a scale, as in DeepSeek's models. Needs GPUs and
     algorithm.rollout_correction.level: token (docs/scale.md#fp8)."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of the KV cache. auto: as server.dtype. fp8: half the bytes, so twice the tokens; needs GPUs and

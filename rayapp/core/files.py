@@ -3,7 +3,7 @@
 aside, write_text, put_in_place          write completely or not at all; errors are OSErrors
 explain_full_disk, explain_unwritable    turn an OSError in a run folder into one message with the way out
 storage_errors, stored                   turn an OSError into a StorageError
-locked                                   one process at a time
+locked                                   hold a lock that only one process can have
 json_lines                               read JSON lines that users write
 Location                                 `s3://bucket/prefix`, `file:///folder` or a plain path, parsed and checked
 """

@@ -68,7 +68,7 @@ def in_thread(
     *,
     name: str = "user-code",
 ) -> Future[T]:
-    """Start work that may never end in a daemon thread, where it blocks neither other work nor the process's exit.
+    """Start work in a daemon thread. Work that never ends blocks neither other work there nor the process's exit.
 
     Args:
         told: maps an error of the work to the future's error. Map SystemExit, which would end an asyncio process, and

@@ -73,14 +73,14 @@ class SamplingParams:
     """Seed of the sampling. For requests that an engine admits as one cohort, the same seeds, weights and prompts give
     the same tokens."""
     num_routed: int = 0
-    """With `learner.router_replay`: number of leading prompt tokens whose experts are known already, so they are not
-    returned."""
+    """Number of leading prompt tokens whose experts are known already and not returned; only for
+    `learner.router_replay`."""
     structured_outputs: Mapping[str, Any] = field(default_factory=dict)
     """Form that the completion must have, as one field of vLLM's StructuredOutputsParams, e.g. {"json": schema}; empty:
     any."""
     wants_allowed: bool = False
-    """With `structured_outputs`: return which tokens of the vocabulary the form allowed at each position. Training
-    needs them."""
+    """True to return which tokens of the vocabulary `structured_outputs` allowed at each position. Training needs
+    them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's SamplingParams, e.g. {"min_p": 0.1}. Only for completions that are not trained on."""
     is_streamed: bool = False
@@ -138,7 +138,7 @@ class Completion:
     top_log_probs: FloatArray | None = None
     """(T, k) log-probs of the tokens in `top_ids`, largest first."""
     allowed: AllowedTokens | None = None
-    """With `SamplingParams.wants_allowed`: tokens of the vocabulary that the form allowed at each sampled position."""
+    """Tokens of the vocabulary that the form allowed at each sampled position, if `SamplingParams.wants_allowed`."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -563,7 +563,7 @@ class AgentStart:
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tool -> `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
-    """Sandbox of the workspace, without `packages` and the needs of tools, which are added; None for the default."""
+    """Sandbox that the workspace needs; None for the default. `packages` and the needs of tools are added to it."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Image or template that the workspace or the verdict needs -> the reason, as a text for users."""
     setup: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class BestMetric:
 
     def _check(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError if no step can have the metric. A metric of a task without groups in this step may exist in
-        others.
+        other steps.
         """
         per_task = {_in_any_task(name) for name in metrics if name.startswith(TASK)}
         if self._name.startswith(TASK) and _in_any_task(self._name) in per_task:

@@ -176,8 +176,8 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @contextmanager
 def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
-    """When a user stops the run in the block, print a note immediately; at the end, print the saved steps and how to
-    continue.
+    """Context manager for a run. If a user stops the run in the block, print a note at once; at the end, print the
+    saved steps and how to continue.
     """
     when_stopped(
         lambda: note("stopping: a step that has begun is finished and saved first; press Ctrl-C again to stop at once")

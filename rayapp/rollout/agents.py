@@ -60,7 +60,7 @@ def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
         player: Player = load_plugin("agents", agent_name)(tool_agent)
     except ConfigError:
         raise
-    except Exception as error:  # boundary: a plug-in is foreign code
+    except Exception as error:  # boundary: a plug-in is foreign code that may raise anything
         raise ConfigError(f"plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(player, "run", None)):
         raise ConfigError(f"plug-in {agent_name}: the object that it returns has no `run` (rayapp/rollout/agents.py)")

@@ -154,7 +154,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)
-    # With a tool file, `_check_tools` checks the template.
+    # Leave the template to `_check_tools` if there is a tool file.
     asks_template = has_tokenizer and not config.agent.tool_file
     _check_entries(
         config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template

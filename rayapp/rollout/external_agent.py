@@ -218,7 +218,7 @@ class ExternalAgent:
                 env=environment(call.folder, call.environment | dict(self._settings.env)),
                 output=playing.output,
             )
-        except Exception as error:  # boundary: the user's agent
+        except Exception as error:  # boundary: the user's agent may raise anything
             playing.fault = f"the agent failed: {type(error).__name__}: {error}"[:500]
             playing.output.add(f"{playing.fault}\n".encode("utf-8", "replace"))
             return

@@ -200,9 +200,9 @@ class Mixing:
         self._slots = _spread([*self._fixed, self._num_free])
         self._first = int(np.random.SeedSequence((seed, len(ratios))).generate_state(1)[0]) % ROUND
         self._before: list[tuple[int, ...]] = [(0,) * len(ratios)]
-        """For each round, the number of groups that each source has before the round."""
+        """Number of groups that each source has before a round, one tuple per round."""
         self._owners: list[tuple[int, ...]] = []
-        """For each round, the source of each remaining slot. This list has one round fewer than `_before`."""
+        """Sources of a round's remaining slots, one tuple per round. This list has one round fewer than `_before`."""
         self._with_owners = functools.lru_cache(maxsize=64)(self._slots_of)
 
     def place(self, group_id: int) -> tuple[int, int]:

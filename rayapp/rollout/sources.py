@@ -166,8 +166,8 @@ class Listed:
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
-    """Open the data files of training and of evaluation. Return their rows; None where the configuration names no
-    files.
+    """Open the data files of training and of evaluation. Return the rows of each; None if the configuration names no
+    files for it.
 
     Raises:
         InputError: a file or a prompt can't be used.

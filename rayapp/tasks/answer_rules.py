@@ -99,7 +99,8 @@ def has_rule(data_source: str) -> bool:
     """Return True if a rule scores answers of this data source, or hidden tests do (for code problems).
 
     Raises:
-        InputError: neither does, and the name looks like a misspelled one: training would refuse the rows.
+        InputError: the data source has no rule and no tests, and its name looks misspelled. Training would refuse the
+            rows.
     """
     known = (*_RULES, *CODE_SOURCES)
     if data_source in known or find_rule(data_source) is not None:

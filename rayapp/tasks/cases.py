@@ -1,7 +1,7 @@
 """Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
 
-Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process; a model's
-code never does. Expected values stay in this process: only inputs go to a sandbox.
+Coding tasks call this module. Expressions are part of the task, so they are trusted and run in this process. A model's
+code never runs in it. Expected values stay in this process: only inputs go to a sandbox.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Case:
     args: tuple[object, ...]
     """Positional arguments, as plain data."""
     expected: object
-    """Expected value, as plain data. It is compared outside the sandbox, type for type."""
+    """Expected value, as plain data. It is compared outside the sandbox; values of different types are unequal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def _names(source: CaseSource) -> dict[str, object]:
     if source.helpers:
         try:
             exec(compile(source.helpers, f"<helpers of task {source.task}>", "exec"), names)
-        except Exception as error:  # boundary: the task author's code
+        except Exception as error:  # boundary: the task author's code may raise anything
             raise InputError(f"task {source.task}: its helpers can't run: {_reason(error)}") from error
     return names
 
@@ -124,7 +124,7 @@ def _as_args(value: object, parameters: Sequence[str], where: str) -> tuple[obje
 def _evaluate(expression: str, names: dict[str, object], where: str) -> object:
     try:
         return eval(_compiled(expression), names)
-    except Exception as error:  # boundary: the task author's expression
+    except Exception as error:  # boundary: the task author's expression may raise anything
         raise InputError(f"{where}, raises {_reason(error)}") from error
 
 

@@ -195,5 +195,5 @@ def readable_error(error: BaseException) -> str:
     """Return an error's message in one line. The error may be of a user's class whose `__str__` fails."""
     try:
         return one_line(error)
-    except Exception:  # boundary: the user's __str__
+    except Exception:  # boundary: the user's __str__ may raise anything
         return "(its message can't be read)"

@@ -1,12 +1,15 @@
 """Finds the code in a completion; `banned.py` calls this module.
 
-The code of a function is the first of these parts that exists: 1. If the prompt already contains the beginning of the
-answer (`prefill`): prefill and completion together, without the opening fence, up to the first closing fence. 2. The
-last fenced Python block that defines the function: models correct themselves in later blocks. 3. The text above any
-fence, from the first line of Python that leads to the function's `def`. Text after the function is cut, except further
-definitions and imports: models often append prose or an example call, which are not part of the answer and would only
-raise. Code is neither run nor repaired: a function body that the token limit cut off stays broken. Fences are found
-line by line in linear time, and the number of parses is limited.
+The code of a function is the first of these parts that exists:
+
+1. If the prompt already contains the beginning of the answer (`prefill`): prefill and completion together, without the
+   opening fence, up to the first closing fence.
+2. The last fenced Python block that defines the function: models correct themselves in later blocks.
+3. The text above any fence, from the first line of Python that leads to the function's `def`.
+
+Text after the function is cut, except further definitions and imports: models often append prose or an example call,
+which are not part of the answer and would only raise. Code is neither run nor repaired: a function body that the token
+limit cut off stays broken. Fences are found line by line in linear time, and the number of parses is limited.
 """
 
 from __future__ import annotations
@@ -214,8 +217,8 @@ def _block(marks: str, body: list[str]) -> tuple[str, str]:
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Return the fence and the language of a line that opens a block; None for any other line. Such a line has three or
-    more ` or ~, and no ` after them.
+    """Return the fence and the language of a line that opens a block: three or more ` or ~, and then text without `.
+    Return None for any other line.
     """
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text

@@ -2,8 +2,8 @@
 clients.
 
 POST /run_code   one program in a new sandbox: its output and status
-POST /submit     a completion and its hidden tests: runs the code, and compares results outside the sandbox GET /v1/ping
-"pong"
+POST /submit     a completion and its hidden tests: runs the code, and compares results outside the sandbox
+GET /v1/ping     "pong"
 
 If no sandbox is free in time, `/run_code` answers with status 504, after which SandboxFusion's clients retry. A request
 to `/submit` must have the row in `config.provided_data`, because the service has no data sets.

@@ -4,8 +4,7 @@
 |---|---|
 | `sort_numbers` | a shipped task |
 | a YAML file | the fields of `CodingTask`; with `based_on: TASK`, only the fields that differ from this shipped task |
-| a Python file | the value of its name `TASK`: a `CodingTask` or any object of the `Task` protocol. The file is trusted
-and runs in this process |
+| a Python file | its name `TASK`: a `CodingTask`, or any object of the `Task` protocol. Trusted, runs in this process |
 | a folder | one task in Harbor's layout |
 | `benchmark:humaneval`, `reasoning_gym:chain_sum`, `repositories` | all tasks of this benchmark or generator |
 | `swe:rows.parquet?mirrors=FOLDER` | all tasks of a file in SWE-bench's form |
@@ -232,7 +231,7 @@ def _from_python(path: Path) -> Task:
         raise InputError(f"task {path}: {explain(error, CodingTask)}") from error
     except InputError:
         raise
-    except Exception as error:  # boundary: the user's file
+    except Exception as error:  # boundary: the user's file may raise anything
         raise InputError(f"task file {path} can't be imported: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[module.__name__]

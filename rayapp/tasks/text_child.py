@@ -83,7 +83,7 @@ def _answer(call: bytes) -> tuple[str, object]:
         # doing.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         return "returned", function(*arguments)
-    except Exception as error:  # boundary: the parent gets the error and handles it
+    except Exception as error:  # boundary: the function may raise anything; the parent handles it
         return "raised", f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -93,7 +93,7 @@ def is_held(condition: Callable[[Any], object], values: object) -> bool:
     """Return True if the condition returns a true value for `values`; False if it raises."""
     try:
         return bool(condition(values))
-    except Exception:  # boundary: a comparison that these values don't support, e.g. abs("x")
+    except Exception:  # boundary: the values may not support the comparison, e.g. abs("x")
         return False
 
 

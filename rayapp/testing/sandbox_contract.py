@@ -164,7 +164,7 @@ async def a_process_left_behind_ends_with_its_run(provider: SandboxProvider) -> 
         started = time.monotonic()
         result = await sandbox.run_code(code, timeout_s=20)
         assert time.monotonic() - started < 15, "the call waited for the daemon"
-        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll forbids fork
+        assert result.outcome in (ExecOutcome.OK, ExecOutcome.CODE_FAILED), result  # level ll (Landlock) forbids fork
 
 
 async def a_command_runs_with_its_input(provider: SandboxProvider) -> None:
@@ -195,8 +195,8 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
 
 
 async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
-    """With different hash seeds, the order of a set of strings, and therefore a verdict, would depend on the
-    sandbox.
+    """Check that sandboxes have the same hash seed. Otherwise the order of a set of strings, and so a verdict, would
+    depend on the sandbox.
     """
     outputs = []
     for _ in range(2):

@@ -157,7 +157,7 @@ class ToolConfig(BaseModel):
 
 class ToolBase:
     """Base class of most tools. Subclasses add `schema` and `execute`. Those with config keys of their own add
-    `Config`; those that keep state add the other three methods.
+    `Config`; those that keep state add `create`, `reward` and `release`.
 
     Args:
         config: section `config` of the tool's entry.

@@ -118,7 +118,7 @@ class Workspace:
         try:
             await self._fill(sandbox)
         except BaseException:
-            # This is also reached if a call exceeds its deadline. The next call opens the workspace again.
+            # A call that exceeds its deadline also ends here. The next call opens the workspace again.
             await self._give_back()
             raise
         self._sandbox = sandbox

@@ -19,7 +19,7 @@ _KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
-"""Keys with the number of the servers' GPUs in verl's one_step_off_policy."""
+"""verl's keys for the number of GPUs of the servers, in one_step_off_policy."""
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl", "abs": "abs",
 }  # fmt: skip

@@ -41,7 +41,7 @@ _OF_LOSS = {
     "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
     "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
 }
-"""Key of distillation's policy loss -> the policy's own key, and its default."""
+"""Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and this key's default."""
 
 
 def distillation(key: str, value: Any, values: Values) -> Landing:

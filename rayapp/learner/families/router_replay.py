@@ -155,22 +155,25 @@ def check_replay(causal_lm: Any) -> None:
     text = causal_lm.config.get_text_config()
     refused = f"learner.router_replay: model_type {text.model_type!r}"
     if not num_experts_of(text):
-        raise InputError(f"{refused} is not a mixture of experts. Set it to false.")
+        raise InputError(f"{refused} is not a mixture of experts. Set learner.router_replay: false.")
     if getattr(text, "topk_method", "") == "group_limited_greedy":
         raise InputError(
-            f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), also "
-            "where the server has chosen them. Set it to false."
+            f"{refused} gives experts outside of the best groups no weight (topk_method: group_limited_greedy), "
+            "even if the server chose them. Set learner.router_replay: false."
         )
     replay = RouterReplay(causal_lm)
     if not replay.routed:
-        raise InputError(f"{refused} has no layer with a part named {' or '.join(sorted(ROUTERS))}. Set it to false.")
+        raise InputError(
+            f"{refused} has no layer with a part named {' or '.join(sorted(ROUTERS))}. Set learner.router_replay: "
+            "false."
+        )
     k, num_experts = text.num_experts_per_tok, num_experts_of(text)
     first, last = (_told(causal_lm, torch.arange(start, start + k), replay) for start in (0, num_experts - k))
     deaf = [layer.number for layer in replay.routed if layer.counts is None]
     if deaf or (k < num_experts and torch.equal(first, last)):
         raise InputError(
             f"{refused} chooses its experts by other means than the best k of their scores (layers {deaf or 'all'}), "
-            "which can't be replaced. Set it to false."
+            "which can't be replaced. Set learner.router_replay: false."
         )
 
 

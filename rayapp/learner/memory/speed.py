@@ -283,7 +283,7 @@ def weight_sync(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
     gb_s = LINK_SHARE * _link_gb_s(config, gpu)
     if config.server.weight_transport == "object_store":
-        gb_s = HOST_GB_S / 10  # copies: export, object store, shared memory, each server's GPU
+        gb_s = HOST_GB_S / 10  # 4 copies: export, object store, shared memory, the servers' GPUs
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
 
 

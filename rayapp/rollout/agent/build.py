@@ -46,8 +46,8 @@ async def open_loop(
     """Make the agent loop for the settings of section `agent`. Its tools get sandboxes from `sandboxes`.
 
     Args:
-        brought, made: tools besides those in the tool file; see `open_tools`.
-        reader: tool call parser for a policy whose prompt lists no tools; see `open_agent_loop`.
+        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
+        reader: tool call parser for a policy whose prompt lists no tools, as in `open_agent_loop`.
     """
     agent = config.agent
     limits = AgentLimits(
@@ -91,7 +91,7 @@ async def open_agent_loop(
     Args:
         model: name of the model, for messages.
         tool_file: path of a tool file (docs/tools.md); empty without one.
-        brought, made: tools besides those in the tool file; see `open_tools`.
+        brought, made: names of tools, and tools, in addition to those in the tool file; see `tools.loading.open_tools`.
         reader: tool call parser for a policy whose prompt lists no tools; tool results are then sent as user messages.
             With None, the prompt lists the tools, and the parser `parser` is made.
         parser: vLLM's name of a tool parser, or auto.

@@ -72,7 +72,7 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise
     except TimeoutError:
         raise ToolFailedError(f"{record.name} did not finish within {tool.timeout_s:g} s", "timeout") from None
-    except Exception as error:  # boundary: a tool is foreign code; only the log has the reason
+    except Exception as error:  # boundary: foreign code may raise anything
         log.warning("tool %s crashed: %s: %s", record.name, type(error).__name__, error, exc_info=True)
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
@@ -82,7 +82,7 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
 
 def _usable(output: ToolOutput) -> ToolOutput:
     """Check that the fields of a tool's output have the declared types, and return the output. Raises TypeError,
-    ValueError or OverflowError: a field has not.
+    ValueError or OverflowError: a field has another type, or a number is not finite.
     """
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
@@ -107,7 +107,7 @@ async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCa
     """
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),)
     return _at_most(calls)
 
@@ -121,7 +121,7 @@ async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[
 
     try:
         calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
-    except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+    except Exception as error:  # boundary: a parser may raise anything on a policy's text
         return (_failed(error, who),), text
     return _at_most(calls), words
 

@@ -141,8 +141,8 @@ class ChatFormat:
         return self.tokenizer.decode(list(token_ids[: self.num_said(token_ids)]), skip_special_tokens=False)
 
     def num_said(self, token_ids: Sequence[int]) -> int:
-        """Return the number of a turn's tokens before its end. Last tokens that begin the template's end of a turn
-        don't count.
+        """Return the number of a turn's tokens before the tokens that end the turn. Last tokens that only begin the
+        template's end of a turn don't count either.
         """
         kept = len(token_ids) - _overlap(token_ids, self._end_ids)
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
@@ -237,8 +237,8 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the last token is special, though not the one that the template writes. It ends the turn,
-        because an engine stops only at such tokens.
+        """Return True if the last token is a special token other than the template's end of a turn. Such a token ends
+        the turn, because an engine stops only at tokens that end turns.
         """
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
@@ -315,8 +315,8 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn. Try a turn with text first; if the template
-        fails on it, use a turn with calls, also from now on.
+        """Return the template's text for two tool results after a turn. Try a turn with text first. If the template
+        fails on it, use a turn with calls, and set `_needs_calls` so that later calls do the same.
         """
         try:
             rest = self._after_turn(_results(_RESULTS))

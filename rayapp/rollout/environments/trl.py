@@ -184,5 +184,5 @@ async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **
             return await guarded(lambda: found) if inspect.isawaitable(found) else found
     except TimeoutError as error:
         raise ToolUnavailableError(f"{what} did not answer within {timeout_s:g} s") from error
-    except Exception as error:  # boundary: the user's code
+    except Exception as error:  # boundary: the user's code may raise anything
         raise ToolUnavailableError(f"{what} raised {type(error).__name__}: {error}"[:500]) from error

@@ -145,7 +145,7 @@ class Formats:
             if not tools:
                 return Format(key, chat, NoCalls())
             parser = self._make_parser(self._parser, self._tokenizer, told, sample_of(chat, self._parser))
-        except Exception as error:  # boundary: templates and parsers are programs that read an agent's tools
+        except Exception as error:  # boundary: a template or parser may raise anything
             raise RefusedError("invalid", f"these tools and variables can't be put into the prompt: {error}") from error
         _collect_less_garbage()
         return Format(key, chat, parser)
@@ -178,7 +178,7 @@ def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
     """
     try:
         return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
-    except Exception as error:  # boundary: a template is a program that reads an agent's messages
+    except Exception as error:  # boundary: a template is a program that may raise anything
         raise _unwritten(error) from error
 
 
@@ -191,7 +191,7 @@ def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, message
     told = as_template_reads([reply, *messages])[1:]
     try:
         return chat.continuation_ids(sampled_ids, told)
-    except Exception as error:  # boundary: a template is a program that reads an agent's messages
+    except Exception as error:  # boundary: a template is a program that may raise anything
         raise _unwritten(error) from error
 
 

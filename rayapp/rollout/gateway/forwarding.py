@@ -1,8 +1,8 @@
-"""Passes calls under another model's name on to a model that is not trained, and its answers back to the agent.
+"""Passes calls that name another model on to an endpoint whose model is not trained, and the answers back to the agent.
 
     agent -> Api -> Forwarder -> agent.external.endpoint -> its answer, piece by piece -> agent
 
-Bodies and answers stay as they are, but for the model's name. None of these calls is a part of the trajectory. The
+Bodies and answers are passed on unchanged, except the model's name. These calls are not part of the trajectory. The
 agent may be hostile: it gets neither the endpoint's key nor its address, and chooses only the body.
 """
 
@@ -28,7 +28,8 @@ _SENT_BACK = ("content-type", "retry-after")
 
 
 class Forwarder:
-    """Client of the endpoint. Each external agent of a rollout worker has one; `close` it at the end.
+    """Client of the endpoint (`agent.external.endpoint`). Each external agent of a rollout worker has one. Call `close`
+    at the end.
 
     Raises:
         ConfigError: the endpoint's key is not set.
@@ -46,11 +47,11 @@ class Forwarder:
             await session.close()
 
     async def answer(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
-        """Send a call to the endpoint; return the response, whose pieces were relayed as they came.
+        """Send a call to the endpoint, and relay its answer to the agent piece by piece. Return the complete response.
 
         Args:
             request: the agent's call.
-            body: its body.
+            body: the call's body.
         Raises:
             RefusedError: the endpoint can't be reached, or did not answer in time.
         """
@@ -100,7 +101,7 @@ class Forwarder:
             async for piece in answer.content.iter_chunked(_PIECE_BYTES):
                 await send(request, response, piece)
         except (aiohttp.ClientError, TimeoutError) as error:
-            # Status 200 was sent already: the agent sees a connection that breaks.
+            # Break the agent's connection, because status 200 was already sent.
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError(f"the endpoint's answer broke off: {type(error).__name__}") from error

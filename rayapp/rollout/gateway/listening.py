@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 60.0
 """Maximum seconds to wait for a client that doesn't read its stream. Then it is disconnected."""
 IDLE_TIMEOUT_S = 30.0
-"""Maximum seconds that a connection may be idle, which it is before the headers of its first request, and between two
-requests."""
+"""Maximum seconds that a connection may be idle. A connection is idle before the headers of its first request, and
+between two requests."""
 _MOST_CONNECTIONS = 1024
 _BACKLOG = 1024
 """Length of the kernel's queue of new connections. It is long because all agents of a worker may connect at the same
@@ -84,8 +84,8 @@ class Listening:
         self._busy = dict[object, int]()
         """Connection -> number of its requests in progress."""
         self._idle = dict[web.RequestHandler, float]()
-        """Connection without a request in progress -> time since when it has none, in seconds of the event loop's
-        clock. The longest idle connection is first."""
+        """Idle connection -> time at which it became idle, in seconds of the event loop's clock. The longest idle
+        connection is first."""
         app.middlewares.append(self._note_busy)
         # handler_cancellation cancels the turn of an agent that disconnects.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -164,7 +164,7 @@ class Listening:
                 self._close_longest()
 
     def _look(self, server: web.Server) -> None:
-        """Update `_idle`, the connections without a request in progress."""
+        """Update `_idle`: a connection is idle if it has no request in progress."""
         now_s = asyncio.get_running_loop().time()
         idle = [each for each in server.connections if each not in self._busy]
         since = {each: self._idle.get(each, now_s) for each in idle}

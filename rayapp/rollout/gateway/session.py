@@ -183,7 +183,7 @@ class Session:
     adapters: Collection[str] = ()
     """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Name -> number of this session's calls of that kind, for `Trajectory.agent_counts`."""
+    """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
     """Lines for the agent's output about calls that did not continue the last conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -199,7 +199,7 @@ class Session:
     """Sessions for calls that are not recorded. Each such call has its own session while it is answered."""
     _num_sides: int = 0
     _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Tasks of requests that the endpoint answers."""
+    """Tasks that forward requests to the endpoint."""
 
     async def read(self, read: Callable[[bytes], Ask], body: bytes) -> Ask:
         """Read the body of a request, and return it as a call.
@@ -237,7 +237,7 @@ class Session:
 
     @contextmanager
     def cancelling_at_end(self) -> Iterator[None]:
-        """Context manager that cancels the present task when the session ends."""
+        """Context manager in which the current task is cancelled when the session ends."""
         task = asyncio.current_task()
         assert task is not None, "called in a task"
         self._forwarded.add(task)
@@ -487,6 +487,7 @@ class Session:
         if drift is None:
             return
         self.counts["forks"] += 1
+        self.counts["forked"] = 1
         self.counts[f"forks/{drift.reason}"] += 1
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 

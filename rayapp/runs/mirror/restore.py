@@ -164,7 +164,7 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
         StorageError: the run can't be read completely.
     """
     if (folder / RESTORING).exists():
-        _empty(folder)  # all files in it came from object storage
+        _empty(folder)  # all files in the folder came from object storage
     ledger = Ledger.load(folder)
     if ledger is not None and ledger.generation == generation - 1 > 0:
         # No other process has written to the remote folder since: the local files are complete, and may be newer.

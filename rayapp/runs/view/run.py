@@ -105,7 +105,7 @@ class ViewedRun:
         return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
 
     def profiles(self) -> list[dict[str, Any]]:
-        """Return where the time of the last profiled steps went. A damaged summary is left out."""
+        """Return the summaries of the last profiled steps, without damaged ones."""
         found = []
         for name in self.source.profiled_steps()[:MOST_PROFILES]:
             text = self.source.read_bytes(f"{PROFILES}/{name}/{SUMMARY}")

@@ -101,7 +101,7 @@ def choose(index: Mapping[str, Any], wanted: str, what: str) -> str:
         if has == wanted or has.startswith(f"{wanted}/"):
             return digest
     if len(named) == 1 and not named[0][0]:
-        return named[0][1]  # An index with one manifest may leave the platform out: the configuration names it.
+        return named[0][1]  # the image's configuration names the platform
     there = sorted({has for has, _ in named if has and not has.startswith("unknown")})
     raise ImageError(f"{what} is not built for {wanted}, only for {', '.join(there) or 'no platform'}")
 

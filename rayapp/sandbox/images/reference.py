@@ -50,7 +50,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """True if the name always means the same image to a registry: it has a digest, or no registry is used."""
+        """True if no registry can change the image that this name means: it has a digest, or names no registry."""
         return bool(self.digest) or self.kind != "registry"
 
     def pinned(self, digest: str) -> Reference:

@@ -200,7 +200,7 @@ class LeasePool:
         return self._reclaim([held.lease.lease_id for held in expired])
 
     def reclaim_of(self, *holders: str) -> int:
-        """Take back all leases of dead callers, and remove them from the queue. Returns the number of leases."""
+        """Take back all leases of dead holders, and remove their callers from the queue. Return the leases' number."""
         for holder in holders:
             # First remove the waiting callers of all dead holders. Otherwise a lease that becomes free could go to one
             # of them.
@@ -217,7 +217,7 @@ class LeasePool:
                     turn.set_exception(SandboxUnavailableError(f"{holder} is gone; it waited for lease {lease_id}"))
 
     def reclaim_silent(self) -> int:
-        """Take back the leases of holders without a recent heartbeat. Returns the number of leases."""
+        """Take back the leases of holders without a recent heartbeat. Return the number of leases."""
         oldest = self.clock() - self.holder_timeout_s
         return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 

@@ -71,7 +71,7 @@ class Reaper:
     """Name -> remote provider. The providers are closed when `watch` ends."""
     _: KW_ONLY
     grace_s: float
-    """Seconds without a heartbeat after which the run counts as dead: longer than any pause of a living run."""
+    """Seconds without a heartbeat after which the run counts as dead. A living run must never pause for so long."""
     pause_s: float = 1.0
     """Pause after the first sweep, in seconds; it doubles after each sweep."""
     clock: Callable[[], float] = time.monotonic

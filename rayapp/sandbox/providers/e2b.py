@@ -111,7 +111,7 @@ class E2BChannel:
             return str(error.stdout)
         except SandboxError:
             if output.room < 0:
-                return ""  # the code wrote to stdout before its watcher did, so the output holds no report
+                return ""  # the code bypassed its watcher and printed too much, so there is no report
             raise
         return str(result.stdout)
 
@@ -456,8 +456,8 @@ class SdkService:
 def control_error(error: Exception, what: str) -> SandboxError:
     """Convert an exception of the SDK's control plane to a SandboxError.
 
-    The SDK has several base classes: SandboxException, AuthenticationException, ServiceBusyException, and raw errors
-    of its transports.
+    The SDK's errors have several base classes: SandboxException, AuthenticationException, ServiceBusyException, and
+    those of its transports.
 
     Args:
         what: name of the call for the message, e.g. `create`.

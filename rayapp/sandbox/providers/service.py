@@ -124,7 +124,7 @@ class ServiceProvider:
     """Provider that adds deadlines and clean-up to a service. `leases.RemoteProvider` describes its methods.
 
     Args:
-        answer_within_s: deadline in seconds of each call but a creation.
+        answer_within_s: seconds that a call to a sandbox may take in addition to the code's own time limit.
     """
 
     def __init__(self, service: Service, *, answer_within_s: float) -> None:

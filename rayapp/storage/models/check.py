@@ -1,7 +1,7 @@
 """Checks that `model.path` can be trained and that `distillation.teacher` can score the policy, before any actor
 starts.
 
-Without these checks the user would get a traceback of vLLM, minutes later.
+Without these checks the user would get a traceback of vLLM later.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ModelTokenizer:
 
     @cached_property
     def of_transformers(self) -> Any:
-        """The same tokenizer as an object of transformers, for libraries that need one."""
+        """Tokenizer of the same model as an object of transformers, for libraries that need one."""
         return _of_transformers(self.name_or_path, trust_remote_code=self._trust_remote_code)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

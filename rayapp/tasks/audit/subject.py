@@ -34,7 +34,7 @@ Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
 
 
 def score_of(task: Task) -> Score:
-    """Return the task's own `score` as a function of an answer, without a prompt."""
+    """Return a function that scores an answer with the task's own `score`. It passes an empty prompt."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
     async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
@@ -89,11 +89,10 @@ class Subject:
     cheats: tuple[Attempt, ...] = ()
     """Answers that try to earn a reward without solving the task."""
     score_cheat: Score | None = None
-    """Function that scores cheats; None: `score`. It doesn't enforce banned names, because isolation alone must defeat
-    cheats."""
+    """Function that scores cheats instead of `score`. It doesn't enforce banned names, because isolation alone must
+    defeat cheats."""
     score_share: Score | None = None
-    """Function that scores trivial answers by the fraction of passed tests, if `score` is all-or-nothing; None:
-    `score`."""
+    """Function that scores trivial answers instead of an all-or-nothing `score`: by the fraction of passed tests."""
     run_tests: RunTests | None = None
     run_later: RunTests | None = None
     """Function like `run_tests` that sets the clock a year ahead."""
@@ -205,8 +204,8 @@ _MOST_CHARS = 500
 
 
 def examples_in(prompt: str, func_name: str) -> Iterator[tuple[str, Case]]:
-    """Yield each example of the prompt, as it is written and as a test. Examples with a float are left out: it may be
-    rounded.
+    """Yield each example of the prompt, as it is written and as a test. Examples with floats are left out, because
+    floats may be rounded.
     """
     for found in re.finditer(rf"(?<![\w.]){re.escape(func_name)}(?=\()", prompt):
         text = prompt[found.end() : found.end() + _MOST_CHARS]

@@ -382,7 +382,7 @@ def _unusable(source: str, why: str) -> Subject:
 
 
 def _that_can_run(subject: Subject, sandboxes: SandboxConfig) -> Subject:
-    """Return the subject; if no provider has sandboxes for its workspace, with the reason in `cannot_run`."""
+    """Return the subject. If no provider has sandboxes for its workspace, `cannot_run` has the reason."""
     why = why_no_workspace(sandboxes, subject.workspace) if subject.workspace is not None else ""
     return replace(subject, cannot_run=f"it {why}") if why else subject
 

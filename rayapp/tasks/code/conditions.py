@@ -159,7 +159,7 @@ def _value(term: _Term) -> Any:
     """Return the value of a term that does not depend on any call."""
     try:
         return term(())
-    except Exception as error:  # boundary: an expression of the data set
+    except Exception as error:  # boundary: the data set's expression may raise anything
         raise InseparableError from error
 
 
@@ -339,7 +339,7 @@ def _inside(body: Sequence[ast.stmt], name: str) -> InsideTest:
 
 
 def _function_of(tests: Sequence[ast.Module]) -> str:
-    """Return the name of the function under test: the first function called in an assert that is not a Python builtin
+    """Return the name of the function under test: the first function called in an assert that is not a Python builtin.
 
     If the asserts call only builtins, the outermost call decides: one problem of MBPP asks for a function `sum`.
     """

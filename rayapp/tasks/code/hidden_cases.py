@@ -3,7 +3,7 @@ the sandbox.
 
 | comparison | data sets | white space | numbers | values of functions |
 |---|---|---|---|---|
-| lines | APPS, TACO, CodeContests and others whose grader is verl's prime_code | blank lines and the ends of lines don't count | integers exactly (without a sign also their leading zeros), others within 1e-5 of the expected value, or 1e-8 | JSON: a tuple is a list, keys are texts; a list of one value may stand for the value |
+| lines | APPS, TACO, CodeContests and others whose grader is verl's prime_code | blank lines and the ends of lines don't count | integers exactly (without a sign also their leading zeros), others with a difference of at most 1e-8 + 1e-5 times the expected value | JSON: a tuple is a list, keys are texts; a list of one value may stand for the value |
 | decimals | LiveCodeBench | white space at the end of the output and of lines, and between numbers, doesn't count | exactly, as decimals: 1.50 is 1.5 | Python's `==`, except that a tuple equals a list |
 
 A line is compared as numbers only if all of its words are numbers; any other line must be the same text.

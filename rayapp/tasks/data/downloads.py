@@ -29,7 +29,7 @@ _TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "inte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnColumns:
-    """Maps a user's example to a row. An object is a mapper, like the functions of `rows.py`.
+    """A mapper, like the functions of `rows.py`: maps a user's example to a row.
 
     Example: `OwnColumns()({"prompt": "2 + 2?", "answer": 4}, 0, "train", "mine")`.
     """

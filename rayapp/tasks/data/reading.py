@@ -103,7 +103,7 @@ CheckAgent = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Options for the selection and order of rows. An option that verl has too has verl's name."""
+    """Options for the selection and order of rows. Options that verl also has have verl's names."""
 
     seed: int = 0
     shuffle: bool = True
@@ -111,7 +111,8 @@ class ReadOptions:
     max_prompt_tokens: int | None = None
     """Maximum tokens of a prompt; None disables the check."""
     filter_overlong_prompts: bool = True
-    """True drops longer prompts and counts them in `num_overlong`; False applies `truncation` to them."""
+    """True drops prompts longer than `max_prompt_tokens` and counts them in `num_overlong`; False applies `truncation`
+    to them."""
     truncation: Truncation = "error"
     window_rows: int = 65_536
 

@@ -73,7 +73,8 @@ class OpenEnvEnvironment(_Environment):
     """Field of the action that takes the policy's text of a turn. If empty, the policy calls the tool `step` instead of
     writing text."""
     reward: Literal["sum", "last"] = "sum"
-    """How the rewards of the environment's steps give the trajectory's reward: their sum, or the last one."""
+    """Rule that makes the trajectory's reward from the rewards of the environment's steps: their sum, or the last
+    one."""
 
     @field_validator("url")
     @classmethod
@@ -196,7 +197,7 @@ def _read_rows(path: Path) -> list[Columns]:
         else:
             with path.open(encoding="utf-8") as lines:
                 rows = [row for _, row in json_lines(lines, path.name)]
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise InputError(f"rows {path} can't be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(

@@ -21,7 +21,7 @@ from rayapp.tasks.custom_rewards import RewardFailedError
 MAX_ANSWER_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LATER = (408, 409, 425, 429)
-"""HTTP statuses below 500 after which a request is repeated. All statuses from 500 on are, too."""
+"""HTTP statuses after which a request is repeated, in addition to all statuses from 500 on."""
 
 
 class EndpointClient:

@@ -76,7 +76,7 @@ class Judging:
 
     @property
     def compare_timeout_s(self) -> float:
-        """Time in seconds to reserve for comparisons within the group's deadline, at least."""
+        """Minimum time in seconds to reserve for comparisons within the group's deadline."""
         return max((judge.section.timeout_s for judge, _ in self._comparing), default=0.0)
 
     async def with_scores(self, prompt: Prompt, completion_text: str, verdict: Reward) -> Reward:

@@ -1,8 +1,8 @@
 """Writes the questions to judges, and checks the form of their answers. Pure functions; `judge.py` sends the questions.
 
-The policy's text stands between lines with a random number drawn for each question, so it can't end its part and
-address the judge. Control words of chat templates in it are broken up, because a server interprets them anywhere. An
-answer has to repeat a second random number: JSON that a judge merely echoes from a response is rejected.
+The policy's text stands between two lines with a random number, drawn for each question. So the text can't end its own
+part and address the judge. Control words of chat templates in the text are broken up, because a server interprets them
+anywhere. An answer has to repeat a second random number: JSON that a judge merely echoes from a response is rejected.
 """
 
 from __future__ import annotations

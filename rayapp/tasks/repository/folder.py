@@ -2,9 +2,9 @@
 
     instruction.md      the agent's instruction
     task.toml           limits; `[metadata.rayapp]` says which files belong to an answer, and how it is scored
-    environment/        the repository at the start; optionally a Dockerfile tests/test_*.py     hidden tests
-    (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`) solution/           the solution's
-    files, which replace the repository's; or solve.sh, which makes them
+    environment/        the repository at the start; optionally a Dockerfile
+    tests/test_*.py     hidden tests (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`)
+    solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
 A Dockerfile that only copies its folder into an image of Python, Debian or Ubuntu needs no image. A Dockerfile that
 only copies its folder into some other image needs that image. Any other Dockerfile has to be built
@@ -291,7 +291,7 @@ def _image(section: _TaskEnvironment, environment: Mapping[str, str], name: str)
 def _script(
     files: Mapping[str, bytes], verifier: _Verifier, agents: tuple[str, str], name: str, where: str
 ) -> tuple[TestScript, str]:
-    """Return the script, and the reason why its image is needed. That is the agents' image, or an image that Harbor
+    """Return the script, and the reason why it needs its image. The image is the agents' image, or one that Harbor
     would build from `tests`.
     """
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):

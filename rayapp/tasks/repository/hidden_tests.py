@@ -49,8 +49,8 @@ class HiddenTest:
 
 
 def all_hold(conditions: Sequence[Condition], values: object) -> bool:
-    """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. The function may
-    raise: then the conditions don't hold.
+    """Return True if a test's conditions hold for `values`, which may be any data from a sandbox. If this function
+    raises, they don't hold either.
     """
     if type(values) is not list or len(values) != len(conditions):
         return False

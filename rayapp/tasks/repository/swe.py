@@ -88,7 +88,7 @@ class SweOptions(BaseModel):
     """Maximum number of tests that get a wrong expectation in a second run, which finds forged passes. 0 leaves the
     second run out."""
     max_bad_ratio: float = Field(0.05, ge=0, le=1)
-    """Maximum fraction of rows that can't be used. With more of them, the source is an error."""
+    """Maximum fraction of rows that can't be used. If there are more such rows, the source is refused."""
     only: Path | None = None
     """File with the instance ids of the rows to use, one per line, as `rayapp task audit --kept` writes it."""
 
@@ -157,7 +157,7 @@ def load_swe(source: str) -> tuple[RepositoryTask, ...]:
     """Return the tasks of a file in SWE-bench's form, in the file's order. Rows that can't be used are left out.
 
     Raises:
-        InputError: the file or an option can't be used, or too many rows can't.
+        InputError: the file or an option can't be used, or too many rows can't be used.
     """
     file, _, query = source.removeprefix(SWE).partition("?")
     try:
@@ -310,7 +310,7 @@ def _mirror_files(fields: Mapping[str, Any], mirrors: Path) -> MirrorFiles:
 
 
 def _without_commit(tasks: Mapping[str, RepositoryTask]) -> dict[str, str]:
-    """Return the names of the tasks whose clone lacks their commit, and why; git starts once for each clone."""
+    """Return name -> reason for each task whose commit is missing in its clone. git starts once for each clone."""
     of_mirror: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, task in tasks.items():
         if isinstance(files := task.folder.repository, MirrorFiles):

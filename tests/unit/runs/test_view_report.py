@@ -127,7 +127,7 @@ def test_a_profile_of_a_gpu_counts_kernels_and_the_time_without_any(run: Path) -
         "traces for chrome://tracing or Perfetto: runs/x/profiles",
     ]
     report = Tags(write_report(str(run), None).page.read_text())
-    assert "Where step 7 went: 2.0 s" in report.texts
+    assert "Where the time of step 7 went: 2.0 s" in report.texts
     assert "all_gather<script>" in report.texts
 
 

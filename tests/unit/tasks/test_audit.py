@@ -154,7 +154,7 @@ async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_note
     found = await audited(sandboxes, *tasks, runs=1)
 
     assert found.said == ["duplicate: the prompt equals the prompt of d0"]
-    assert [report.notes.get("tests") for report in found.reports] == [None, "the same as d0's", "the same as d0's"]
+    assert [report.notes.get("tests") for report in found.reports] == [None, *["the same tests as in d0"] * 2]
 
 
 async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """Run one job, from its arrival until "done" is sent. Returns the exit status."""
+    """Run one job, from its arrival until "done" is sent. Return the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
@@ -195,7 +195,7 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Report an error that occurred before candidate code began, and end. It is a failure of the sandbox."""
+    """End this process, and report an error from before candidate code began as a failure of the sandbox."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
@@ -260,7 +260,7 @@ def send(payload: bytes) -> None:
 
 
 def _run(job: Job) -> int:
-    """Run the job by its kind. Returns the exit status."""
+    """Run the job by its kind. Return the exit status."""
     kind, _, given, _ = job
     if kind == "calls":
         code, function, inputs = given
