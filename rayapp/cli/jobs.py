@@ -1,4 +1,5 @@
-"""`rayapp submit`, `rayapp status`, `rayapp stop`: runs as jobs of a Ray cluster, on a workstation or under KubeRay.
+"""`rayapp submit`, `rayapp status`, `rayapp stop`: runs as jobs of a Ray cluster, on a workstation or under KubeRay;
+`submit --slurm` makes a job of Slurm (`slurm.py`).
 
 `submit` does the same as `ray job submit`, but first checks what would fail on the cluster: the config, paths that
 exist only on this machine, and a run of the same name that is still running. The commands talk to the dashboard over
@@ -24,6 +25,7 @@ import typer
 import yaml
 
 from rayapp.cli.arguments import EXIT_FAILED
+from rayapp.cli.slurm import batch_job, follow_batch, submit_batch
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import WRONG_TOKEN, ConfigError, DeadlineError, InputError, RayappError, first_line
@@ -41,18 +43,33 @@ Address = Annotated[
     epilog="Examples:\n\n"
     "  rayapp submit configs/coding_cpu.yaml run.output_dir=$PWD/outputs model.path=$PWD/models/smollm2-135m\n\n"
     "  RAY_AUTH_MODE=token RAY_AUTH_TOKEN=… rayapp submit configs/coding_8gpu.yaml run.output_dir=/var/outputs "
-    "--address http://127.0.0.1:8265"
+    "--address http://127.0.0.1:8265\n\n"
+    "  rayapp submit configs/coding_2x8gpu.yaml --slurm --sbatch '--nodes=2 --gpus-per-node=8 --exclusive --mem=0'"
 )
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file below the current folder")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE")] = None,
     address: Address = "http://127.0.0.1:8265",
     follow: Annotated[bool, typer.Option("--follow", help="Show the log until the run ends")] = False,
-    python: Annotated[str, typer.Option(help="Python interpreter on the cluster")] = "python",
+    python: Annotated[
+        str | None, typer.Option(help="Python interpreter on the cluster [default: python; --slurm: this one]")
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Train as a job of Slurm, in the current folder (docs/operate.md)")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="With --slurm: options of sbatch, e.g. '--nodes=2 --gpus-per-node=8'")
+    ] = None,
 ) -> None:
-    """Train as a job of a Ray cluster. Uploads the current folder; RAY_AUTH_TOKEN holds the cluster's token."""
+    """Train as a job of a Ray cluster, or of Slurm. For Ray it uploads the current folder; RAY_AUTH_TOKEN holds the
+    cluster's token."""
 
-    job = plan_job(config, overrides or (), python=python, now=datetime.now(UTC))
+    if slurm:
+        _submit_to_slurm(config, overrides or (), sbatch or (), follow=follow, python=python)
+        return
+    if sbatch:
+        raise ConfigError("--sbatch is for jobs of Slurm: add --slurm")
+    job = plan_job(config, overrides or (), python=python or "python", now=datetime.now(UTC))
     submission_id = submit_job(job, address)
     typer.echo(
         f"job {submission_id} runs; dashboard {address}/#/jobs/{submission_id}\n"
@@ -71,6 +88,32 @@ def submit(
     typer.echo(f"job {submission_id}: {status}", err=True)
     if status != "SUCCEEDED":
         raise typer.Exit(EXIT_INTERRUPTED if status == "STOPPED" else EXIT_FAILED)
+
+
+def _submit_to_slurm(
+    config: Path, overrides: Sequence[str], options: Sequence[str], *, follow: bool, python: str | None
+) -> None:
+    job_id = submit_batch(config, overrides, options, python=python)
+    typer.echo(
+        f"job {job_id} is in Slurm's queue\n"
+        f"  state: squeue --job {job_id}\n"
+        f"  log:   tail -F {shlex.quote(str(batch_job(job_id).log))}\n"
+        f"  stop:  scancel --batch --signal=TERM {job_id}   (saves first; a plain scancel does not)",
+        err=True,
+    )
+    if not follow:
+        typer.echo(job_id)
+        return
+    try:
+        job = follow_batch(job_id, _write)
+    except KeyboardInterrupt:
+        typer.echo(f"job {job_id} continues", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    typer.echo(f"job {job_id}: {job.state}", err=True)
+    if job.state == "CANCELLED":
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if job.state != "COMPLETED":
+        raise typer.Exit(job.exit_code or EXIT_FAILED)
 
 
 @app.command(epilog="Examples:\n\n  rayapp stop coding_cpu-20261121-080000\n\n  rayapp stop --all --timeout-s 240")
