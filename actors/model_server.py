@@ -25,7 +25,7 @@ from rayapp.config.other_models import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
 from rayapp.core.programs import supervised
-from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
+from rayapp.engine.vllm_arguments import KEY_GUARD, KEY_VARIABLE, WHOLE_GIB_OF_CACHE, set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "served-model-name": section.name,
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
+        "middleware": KEY_GUARD,
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
     # `vllm serve` runs this module, but also needs a package named `vllm`, and the CPU build has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -59,12 +60,13 @@ class ModelServer(Restartable):
     Args:
         config: config of the run.
         section: one of its model_servers.
+        key: key that clients must send, with every request but GET /health.
         command: makes the command line; tests replace `vllm_serve`.
     """
 
-    def __init__(self, config: Config, section: ModelServerSection, command: Command = vllm_serve) -> None:
+    def __init__(self, config: Config, section: ModelServerSection, key: str, command: Command = vllm_serve) -> None:
         label_logs(config.run.name)
-        self._config, self._section, self._command = config, section, command
+        self._config, self._section, self._key, self._command = config, section, key, command
         self._process: subprocess.Popen[bytes] | None = None
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         self._url = ""
@@ -95,7 +97,7 @@ class ModelServer(Restartable):
         await self.close()
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)
-        self._process = await asyncio.to_thread(_kept, command)
+        self._process = await asyncio.to_thread(_kept, command, self._key)
         self._url = f"http://{host}:{port}"
         started = time.monotonic()
         while not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
@@ -137,9 +139,11 @@ class ModelServer(Restartable):
             )
 
 
-def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor, which ends it when its standard input closes: when this process ends."""
-    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True)
+def _kept(command: Sequence[str], key: str) -> subprocess.Popen[bytes]:
+    """Start a command under a supervisor, which ends it when its standard input closes: when this process ends. The
+    key is in the environment: all users of the machine can read a command line."""
+    environment = os.environ | {KEY_VARIABLE: key}
+    return subprocess.Popen(supervised(command), stdin=subprocess.PIPE, start_new_session=True, env=environment)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

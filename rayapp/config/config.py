@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from rayapp.config.agreement import check_agreement
 from rayapp.config.keys import Keys
-from rayapp.config.other_models import ModelServerSection, server_named
+from rayapp.config.other_models import ModelServerSection, at_server
 
 
 class Config(Keys):
@@ -69,12 +69,8 @@ def alone(config: Config, server: ModelServerSection) -> Config:
     return with_values(config, model={"path": server.path, "max_position_embeddings": None}, server=own)
 
 
-def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
-    """Return the config with run://NAME replaced by the address of the running model server of that name."""
-
-    def address(base_url: str) -> str:
-        return urls.get(server_named(base_url), base_url)
-
-    judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
-    teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
-    return config.model_copy(update={"judges": judges, "distillation": teacher})
+def with_addresses(config: Config, urls: Mapping[str, str], key: str) -> Config:
+    """Return the config with run://NAME replaced by the address of the running model server of that name, and with the
+    key of the run's servers for its clients."""
+    judges = tuple(at_server(judge, urls, key) for judge in config.judges)
+    return config.model_copy(update={"judges": judges, "distillation": at_server(config.distillation, urls, key)})

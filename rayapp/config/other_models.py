@@ -4,11 +4,12 @@ that give rewards, docs/judges.md), and `model_servers` (servers that the run st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
 
@@ -44,7 +45,7 @@ class ModelServerSection(FrozenModel):
 
 
 _OURS = (
-    *("host", "port", "uds", "api-key", "model", "served-model-name"),
+    *("host", "port", "uds", "api-key", "middleware", "model", "served-model-name"),
     *("tensor-parallel-size", "gpu-memory-utilization"),
 )
 
@@ -62,6 +63,8 @@ class Endpoint:
     """Name for messages, e.g. `judge quality`."""
     base_url: str
     api_key_env: str
+    key: str
+    """Key of a model server of the run; empty: api_key_env names the variable that holds the key."""
     timeout_s: float
     """Deadline of one request."""
     max_retries: int
@@ -86,7 +89,14 @@ def plain_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class DistillationSection(FrozenModel):
+class _KeyedSection(FrozenModel):
+    """A section whose model may be at a server of the run."""
+
+    _key: str = PrivateAttr("")
+    """Key of that server; a private attribute, so that no written or printed config holds it."""
+
+
+class DistillationSection(_KeyedSection):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
@@ -147,6 +157,7 @@ class DistillationSection(FrozenModel):
             who="the teacher",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self._key,
             timeout_s=self.timeout_s,
             max_retries=20,
             max_concurrent=256,
@@ -195,7 +206,7 @@ class Criterion(FrozenModel):
     """Weight relative to the other criteria."""
 
 
-class JudgeSection(FrozenModel):
+class JudgeSection(_KeyedSection):
     """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
@@ -254,6 +265,7 @@ class JudgeSection(FrozenModel):
             who=f"judge {self.name}",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
+            key=self._key,
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,
             max_concurrent=self.max_concurrent,
@@ -273,3 +285,15 @@ class JudgeSection(FrozenModel):
                 "two criteria of the rubric have the same name, or one is called agrees, which is the name of a metric"
             )
         return self
+
+
+_Client = TypeVar("_Client", DistillationSection, JudgeSection)
+
+
+def at_server(section: _Client, urls: Mapping[str, str], key: str) -> _Client:
+    """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers."""
+    if not (url := urls.get(server_named(section.base_url))):
+        return section
+    placed = section.model_copy(update={"base_url": url})
+    placed._key = key  # noqa: SLF001  (the attribute is private to hide it from dumps, not from this module)
+    return placed

@@ -8,8 +8,9 @@ and takes tensors from shared memory, as vLLM's own loader reads adapters from f
 
 from __future__ import annotations
 
+import hmac
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,34 @@ from rayapp.engine.weights.sync import choose_transport
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM has buffers for; an adapter of another rank uses part of the next larger buffer."""
+
+KEY_VARIABLE = "VLLM_API_KEY"
+KEY_GUARD = f"{__name__}.KeyGuard"
+_Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class KeyGuard:
+    """ASGI middleware of a model server: refuses every request without the key in VLLM_API_KEY, except GET /health.
+
+    vLLM's own check leaves all paths open that are not below /v1, such as /classify, /tokenize and /generate.
+    """
+
+    def __init__(self, app: _Asgi) -> None:
+        self._app = app
+        if not (key := os.environ.get(KEY_VARIABLE, "")):
+            raise ConfigError(f"{KEY_VARIABLE} is not set: a model server needs a key")
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_health = scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health")
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or is_health or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
 
 
 def adapter_args(config: Config) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_a_preempted_run_over_two_nodes_saves_and_goes_on_from_its_checkpoint(
     until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), told)
     assert slurm.job(job)["ExitCode"] == "130:0", told()
     assert steps_of(run) == list(range(1, len(steps_of(run)) + 1)), "no step is missing or repeated"
-    assert f"continuing from step {saved}" in log.read_text(), told()
+    assert f"resumed from step {saved}" in log.read_text(), told()
 
 
 def nodes_in(log: Path) -> list[str]:
