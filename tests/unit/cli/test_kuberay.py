@@ -225,7 +225,7 @@ def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert run(command) == 0
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["configmap.yaml", "rayjob.yaml", "storage.yaml"]
+    assert {path.stem for path in tmp_path.iterdir()} == {"configmap", "networkpolicy", "rayjob", "storage"}
     assert str(tmp_path / "rayjob.yaml") in capsys.readouterr().out
 
 
