@@ -4,7 +4,8 @@ A second call does nothing: a stamp in the environment holds the hash of everyth
 uses uv where there is one (on PATH, or installed into the environment first) and pip otherwise. Locks are installed
 with --no-deps: they are complete, and pip's resolver would take minutes to confirm it.
 
-Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--bytecode now|later] [--venv .venv] [--lock-only]
+Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--bytecode now|later] [--venv .venv]
+           [--lock-only]
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _write(text: str) -> None:
 
 RUNTIME_ENV = Path(__file__).with_name("job.yaml")
 RUN_NAME, CONFIG = "run_name", "config"
-"""Keys of the job's metadata."""
+"""Keys of the metadata of a job."""
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 POLL_S = 1.0
 

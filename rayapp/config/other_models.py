@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -89,19 +89,37 @@ def plain_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class _KeyedSection(FrozenModel):
-    """A section whose model may be at a server of the run."""
+class ClientSection(FrozenModel):
+    """A section with the address of a model behind HTTP, which may be a model server of the run."""
 
+    if TYPE_CHECKING:
+        base_url: str
     _key: str = PrivateAttr("")
-    """Key of that server; a private attribute, so that no written or printed config holds it."""
+
+    @property
+    def key(self) -> str:
+        """Key of a model server of the run; empty for any other server. No written or printed config holds it."""
+        return self._key
+
+    def at(self, urls: Mapping[str, str], key: str, **changes: str) -> Self:
+        """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers.
+
+        Args:
+            changes: further values of such a section.
+        """
+        if not (url := urls.get(server_named(self.base_url))):
+            return self
+        section = self.model_copy(update={"base_url": url, **changes})
+        section._key = key  # noqa: SLF001 - a private attribute of pydantic, of the same class
+        return section
 
 
-class DistillationSection(_KeyedSection):
+class DistillationSection(ClientSection):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
     """Teacher model, which must have the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The
-    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher, which takes
+    learners hold it frozen and sharded, like the reference. policy: the current policy is its own teacher; this takes
     no memory and needs `privileged`. Empty: no distillation."""
     base_url: str = ""
     """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve
@@ -132,8 +150,8 @@ class DistillationSection(_KeyedSection):
     reward_weight: float = Field(1.0, ge=0.0)
     """Factor of the rewards' advantages. At 0 only the teacher trains the policy, and rewards are only measured."""
     max_log_ratio: float | None = Field(10.0, gt=0.0)
-    """Limit of the teacher's log-prob minus the policy's, in both directions, for kl_over: sampled; so that a token
-    that the teacher would never sample doesn't outweigh all others. null: no limit."""
+    """Limit of the absolute difference between the teacher's log-prob and the policy's, for kl_over: sampled. Without a
+    limit, a token that the teacher would never sample could outweigh all others. null: no limit."""
 
     @property
     def needs_logits(self) -> bool:
@@ -152,12 +170,13 @@ class DistillationSection(_KeyedSection):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint of the teacher's server, with retries for some minutes, while the user restarts it."""
+        """Endpoint of the teacher's server. Requests are repeated for some minutes, so that the user can restart the
+        server."""
         return Endpoint(
             who="the teacher",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
-            key=self._key,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=20,
             max_concurrent=256,
@@ -206,7 +225,7 @@ class Criterion(FrozenModel):
     """Weight relative to the other criteria."""
 
 
-class JudgeSection(_KeyedSection):
+class JudgeSection(ClientSection):
     """A model that scores answers, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
     name: str = Field(pattern=NAME)
@@ -246,7 +265,8 @@ class JudgeSection(_KeyedSection):
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
     max_retries: int = Field(3, ge=0)
-    """Number of times that a request is repeated after status 408, 429 or 5xx, no answer, or no connection."""
+    """Number of times that a request is repeated. A request is repeated after status 408, 429 or 5xx, without an
+    answer, and without a connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
     """Maximum number of requests per minute of the whole run, divided among the rollout workers. 0: no limit, except
     that the server may answer with status 429."""
@@ -265,7 +285,7 @@ class JudgeSection(_KeyedSection):
             who=f"judge {self.name}",
             base_url=self.base_url,
             api_key_env=self.api_key_env,
-            key=self._key,
+            key=self.key,
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,
             max_concurrent=self.max_concurrent,
@@ -285,15 +305,3 @@ class JudgeSection(_KeyedSection):
                 "two criteria of the rubric have the same name, or one is called agrees, which is the name of a metric"
             )
         return self
-
-
-_Client = TypeVar("_Client", DistillationSection, JudgeSection)
-
-
-def at_server(section: _Client, urls: Mapping[str, str], key: str) -> _Client:
-    """Return the section with run://NAME replaced by that server's URL, and with the key of the run's servers."""
-    if not (url := urls.get(server_named(section.base_url))):
-        return section
-    placed = section.model_copy(update={"base_url": url})
-    placed._key = key  # noqa: SLF001  (the attribute is private to hide it from dumps, not from this module)
-    return placed

@@ -1,13 +1,14 @@
-"""SandboxFusion's HTTP protocol over the sandbox service: for verl, the `sandbox-fusion` package and other clients.
+"""Serves SandboxFusion's HTTP protocol in the sandbox service, for verl, the `sandbox-fusion` package and other
+clients.
 
 POST /run_code   one program in a new sandbox: its output and status
-POST /submit     a completion and its hidden tests: extracted, run and compared outside the sandbox
+POST /submit     a completion and its hidden tests: runs the code, and compares results outside the sandbox
 GET /v1/ping     "pong"
 
-`/run_code` answers 504 when no sandbox was free in time: SandboxFusion's clients retry after that status. `/submit`
-needs the row in `config.provided_data`, because the service has no data sets.
+If no sandbox is free in time, `/run_code` answers with status 504, after which SandboxFusion's clients retry. A request
+to `/submit` must have the row in `config.provided_data`, because the service has no data sets.
 
-Source: the request and response types of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
+The types follow those of `sandbox_fusion` 0.3.7, and verl 0.9.1, `utils/reward_score/sandbox_fusion`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Request(BaseModel):
 
 
 class RunCode(_Request):
-    """A program to run."""
+    """Body of a request to run a program."""
 
     code: Annotated[str, Field(max_length=4 << 20)]
     language: Annotated[str, Field(max_length=64)] = "python"
@@ -55,14 +56,14 @@ class RunCode(_Request):
     compile_timeout: Seconds = 10.0
     run_timeout: Seconds = 10.0
     memory_mib: Annotated[int | None, Field(ge=-1, le=1 << 20, alias="memory_limit_MB")] = None
-    """Memory limit in MiB; None, 0 or -1 for the service's default."""
+    """Memory limit in MiB. None, 0 and -1 stand for the service's default."""
     files: dict[Path, str | None] = Field(default={}, max_length=_MAX_FILES)
-    """Path -> base64 of the file's bytes; None: an empty file."""
+    """Path -> base64 of the file's bytes, or None for an empty file."""
     fetch_files: list[Path] = Field(default=[], max_length=_MAX_FILES)
 
 
 class SubmitConfig(_Request):
-    """How to score a completion."""
+    """Options for scoring a completion."""
 
     dataset_type: str | None = None
     language: str | None = None
@@ -71,7 +72,7 @@ class SubmitConfig(_Request):
 
 
 class Submit(_Request):
-    """A completion to score."""
+    """Body of a request to score a completion."""
 
     dataset: str = ""
     id: int | str = 0
@@ -80,7 +81,8 @@ class Submit(_Request):
 
 
 def fusion_routes(*, lease_timeout_s: float = 120.0, max_memory_mib: int = 4096) -> Callable[[Clients], list[Route]]:
-    """Return a function that makes the routes, for `rayapp.sandbox.service.app.serving`.
+    """Return a function that makes the routes of the protocol. `rayapp.sandbox.service.app.serving` takes such
+    functions.
 
     Args:
         lease_timeout_s: longest wait for a sandbox.
@@ -103,7 +105,7 @@ async def _ping(request: Request) -> Response:
 
 
 class _Fusion:
-    """The two routes that use sandboxes."""
+    """The handlers of the two routes that use sandboxes."""
 
     def __init__(self, clients: Clients, lease_timeout_s: float, max_memory_mib: int) -> None:
         self._clients = clients
@@ -169,11 +171,12 @@ class _Fusion:
 
 
 async def _read(kind: type[T], request: Request) -> T:
-    """Return the request's body.
+    """Parse the request's body.
 
     Raises:
         ValidationError: a field is wrong.
-        InputError: the body is not an object, or has so many lists and objects that parsing it would block the service.
+        InputError: the body is not a JSON object, or has so many lists and objects that parsing it would block the
+            service.
     """
     body = await request.body()
     if not body.lstrip().startswith(b"{"):
@@ -203,8 +206,8 @@ RUNNERS = {"python": _run_python, "bash": _run_bash}
 
 
 def command_result(ran: ExecResult) -> dict[str, Any]:
-    """Return an execution in SandboxFusion's form. Code that was stopped for its memory, output or processes counts as
-    finished with a status other than 0, as if the system had killed it.
+    """Return the result of an execution in SandboxFusion's form. Code that was stopped for its memory, output or
+    processes counts as finished with a status other than 0, as if the system had killed it.
     """
     is_late = ran.stopped_for in (StopCause.TIMEOUT, StopCause.CPU)
     stderr = ran.stderr
@@ -230,7 +233,7 @@ def ground_truth(asked: Submit) -> str:
         row = next((each for each in row if each.get("id") == asked.id), None)
     if row is None:
         raise InputError(
-            f"the service has no data sets, so not {asked.dataset!r} neither: send the row as config.provided_data"
+            f"dataset {asked.dataset!r} is not here: the service has no data sets. Send the row as config.provided_data"
         )
     match asked.config.dataset_type or asked.dataset:
         case "HumanEvalDataset" | "humaneval_python":
@@ -256,7 +259,7 @@ def _of_oj(tests: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return a field's value; the field may also be the JSON text of that value."""
+    """Return the value of a field. If the field is a JSON text, return the value that the text encodes."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -285,7 +288,7 @@ def _decoded(files: Mapping[str, str | None]) -> dict[str, bytes]:
 
 
 async def _fetched(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
-    """Return files of the sandbox as base64; a file that is missing or can't be read is left out."""
+    """Return path -> base64 of files of the sandbox. Files that are missing or can't be read are left out."""
     found, left = {}, _MAX_FILE_BYTES
     for path in paths:
         try:

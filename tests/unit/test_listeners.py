@@ -17,8 +17,8 @@ from actors.model_server import vllm_serve
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
+from rayapp.core.http import KEY_VARIABLE, KeyGuard
 from rayapp.core.types import RequestId, SamplingParams
-from rayapp.engine.vllm_arguments import KEY_GUARD, KEY_VARIABLE, KeyGuard
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.listening import bound
@@ -161,7 +161,7 @@ async def model_server(tokenizer: Any) -> AsyncIterator[Tried]:
     """The guard with which `vllm serve` is started, around a server that answers everything. The real vLLM with it is
     in tests/e2e/test_judges.py."""
     command = vllm_serve(ModelServerSection(name="m", path="m"), "m", "127.0.0.1", 1)
-    assert command[command.index("--middleware") + 1] == KEY_GUARD == f"{KeyGuard.__module__}.KeyGuard"
+    assert command[command.index("--middleware") + 1] == f"{KeyGuard.__module__}.KeyGuard"
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -172,7 +172,8 @@ async def model_server(tokenizer: Any) -> AsyncIterator[Tried]:
         guarded = KeyGuard(answer)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://127.0.0.1") as client:
         assert (await client.get("/health")).status_code == 200
-        assert (await client.post("/classify", headers={"Authorization": "Bearer k"})).status_code == 200
+        for headers in ({"Authorization": "Bearer k"}, {"x-api-key": "k"}):
+            assert (await client.post("/classify", headers=headers)).status_code == 200
         paths = ("/v1/completions", "/classify", "/tokenize", "/invocations", "/health", "/health/", "//health")
         yield client, {("GET", "/v1/models"), *(("POST", path) for path in paths)}
 

@@ -117,5 +117,5 @@ def test_options_are_those_of_vllm_serve() -> None:
     assert command[2:5] == ["vllm.entrypoints.openai.api_server", "--model", "/models/judge"]
     assert " ".join(command[5:]) == (
         "--host 10.0.0.1 --port 8001 --served-model-name judge --tensor-parallel-size 1 --gpu-memory-utilization 0.9 "
-        "--middleware rayapp.engine.vllm_arguments.KeyGuard --max-model-len 512 --enforce-eager"
+        "--middleware rayapp.core.http.KeyGuard --max-model-len 512 --enforce-eager"
     )

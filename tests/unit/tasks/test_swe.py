@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -174,7 +175,7 @@ BAD: dict[str, dict[str, Any]] = {
     "names no test": {"FAIL_TO_PASS": []},
     "has no clone of me/other: `git clone --bare` it": {"repo": "me/other"},
     "it must be OWNER/NAME": {"repo": "../../etc"},
-    "git cat-file failed": {"base_commit": "0" * 40},
+    f"has no commit {'0' * 40}: run `git fetch`": {"base_commit": "0" * 40},
     "must be a commit's hexadecimal id": {"base_commit": "--output=/tmp/x"},
     "its instance_id must have letters": {"instance_id": "a/b"},
 }  # fmt: skip
@@ -195,6 +196,24 @@ def test_a_row_that_cannot_be_used_is_named_and_counted(
     assert f"{bad['instance_id']}: " in str(told.value)
     assert task.name == "me__stats-1"
     assert "1 of 2 rows left out" in caplog.text
+
+
+def test_git_starts_once_for_all_rows_of_a_clone(
+    tmp_path: Path, mirrors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = row(mirrors)
+    others = [first | {"instance_id": f"me__stats-{number}"} for number in range(2, 500)]
+    gone = first | {"instance_id": "gone", "base_commit": "f" * 40}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").write_text(f'#!/bin/sh\necho >> {tmp_path}/starts\nexec {shutil.which("git")} "$@"\n')
+    (tmp_path / "bin/git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+
+    tasks = load_source(f"swe:{write(tmp_path, first, gone, *others)}?mirrors={mirrors}")
+
+    assert len(tasks) == 499
+    assert "gone" not in {task.name for task in tasks}
+    assert (tmp_path / "starts").read_text() == "\n"
 
 
 def test_columns_of_other_data_sets_are_read(tmp_path: Path, mirrors: Path) -> None:
