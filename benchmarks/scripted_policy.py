@@ -86,7 +86,7 @@ class ScriptedPolicy:
     """The agent loop with all parts that a rollout worker has, except the engine.
 
     Args:
-        tool: name of the tool in `tools` that is called.
+        tool: name of the tool that the policy calls; `tools` has it.
     """
 
     def __init__(self, tokenizer: Any, tools: ToolSet, tool: str) -> None:

@@ -189,8 +189,8 @@ async def guarded(begin: Callable[[], Awaitable[T]], named: Callable[[BaseExcept
 
     Args:
         begin: function that starts the code; errors of this function are handled like those of the code.
-        named: maps a raised error to the error that `guarded` raises; also SystemExit, and a cancellation by the code
-            itself.
+        named: maps a raised error (also SystemExit, or a cancellation by the code itself) to the error that `guarded`
+            raises.
     """
     try:
         return await begin()

@@ -4,7 +4,7 @@
     ├── UserError                       the user can fix it: exit code 2
     │   ├── ConfigError                 a key, a value, or two values that contradict each other
     │   ├── InputError                  a model, dataset, task or file that can't be used
-    │   └── RunFolderError              the run folder is taken, torn, or belongs to another config
+    │   └── RunFolderError              the run folder is in use, damaged, or belongs to another config
     ├── SandboxError                    the *sandbox* failed; says nothing about the code that ran in it
     │   ├── SandboxUnavailableError     no sandbox could be created or leased in time
     │   │   ├── SandboxQuotaError       the provider's quota is reached
@@ -90,7 +90,7 @@ class InputError(UserError, ValueError):
 
 
 class RunFolderError(UserError):
-    """The run folder is in use, torn, or was made by another configuration."""
+    """The run folder is in use, damaged, or was made by another configuration."""
 
 
 class SandboxError(RayappError):
@@ -208,7 +208,7 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class StorageError(RayappError):
-    """Object storage or a disk can't do what was asked. Nothing local is deleted because of it."""
+    """Object storage or a disk can't do what was asked. No local file is then deleted."""
 
 
 class StorageUnreachableError(StorageError):
@@ -260,7 +260,7 @@ class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
 
 
 class TrainingAbortedError(RayappError):
-    """The run stops because too many rollouts failed. The message names the failures and their numbers."""
+    """The run stops because too many rollouts failed. The message names the failures and how often each occurred."""
 
 
 class BudgetSpentError(RayappError):

@@ -1,7 +1,7 @@
 """Machine resources of a process: memory, cores, network interface.
 
-glibc can keep freed memory or return it to the system; with other C libraries those functions do nothing. A learner on
-CPU keeps freed memory for the next step; the driver returns it after each step.
+glibc can keep freed memory or return it to the system. A learner on CPU keeps freed memory for the next step; the
+driver returns it after each step. With other C libraries both functions do nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def share_of_cores(num_processes: int, *, is_synchronous: bool, model: str = "")
         model: folder of the model. The result is at most max(_FEW_THREADS, bytes of its weights / _WEIGHTS_PER_THREAD):
             threads with less work would wait for each other longer than they compute. Both numbers are chosen, not
             measured, because a measurement needs more than 2 cores. On 2 busy cores, with 0.7 MiB of weights, 2 threads
-            had 0.7 (16 tokens) and 0.3 (a training step of 512) times the speed of 1 thread.
+            were 0.7 times as fast as 1 thread for 16 tokens, and 0.3 times for a training step of 512 tokens.
     """
     cores = num_cores()
     if not is_synchronous:

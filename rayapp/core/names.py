@@ -1,7 +1,7 @@
 """Find objects by the names that a configuration gives them: objects of the calling program, plug-ins, Python files.
 
 Tasks and reward functions of a program that are not in files are kept in this module's registry, one for each process.
-cloudpickle sends them to rollout workers, also if their classes are of a notebook or of `__main__`.
+cloudpickle sends them to rollout workers, even if their classes are defined in a notebook or in `__main__`.
 
     rayapp.train(tasks=[task], reward=fn)     config.tasks = ("python:add",)   config.reward.custom = "python:fn"
              |                                            | looked up here when a task or a reward is loaded

@@ -40,7 +40,7 @@ class Sandbox(Protocol):
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        """Run Python source. With `stateful`, the code's variables stay for later calls with it."""
+        """Run Python source. With `stateful`, later stateful calls see the code's variables."""
         ...
 
     async def call_function(

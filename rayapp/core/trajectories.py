@@ -55,11 +55,11 @@ def before(index: int, forks: Sequence[Fork]) -> Int64Array:
 
 
 def join_allowed(parts: Sequence[tuple[AllowedTokens | None, int]]) -> AllowedTokens | None:
-    """Return the masks of consecutive pieces of text as one `AllowedTokens`, each distinct mask once; None without any
+    """Return the masks of consecutive runs of tokens as one `AllowedTokens`, each distinct mask once; None without any
     mask.
 
     Args:
-        parts: for each piece, its masks (None: every token of the vocabulary was allowed) and its number of tokens.
+        parts: for each run, its masks (None: every token of the vocabulary was allowed) and its number of tokens.
     """
     known = [part.masks for part, _ in parts if part is not None]
     if not known:

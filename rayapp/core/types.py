@@ -563,7 +563,7 @@ class AgentStart:
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tool -> `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
-    """Sandbox of the workspace, without `packages` and the needs of tools, which are added; None for the default."""
+    """Sandbox that the workspace needs; None for the default. `packages` and the needs of tools are added to it."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Image or template that the workspace or the verdict needs -> the reason, as a text for users."""
     setup: tuple[str, ...] = ()

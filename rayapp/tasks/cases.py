@@ -28,7 +28,7 @@ class Case:
     args: tuple[object, ...]
     """Positional arguments, as plain data."""
     expected: object
-    """Expected value, as plain data. It is compared outside the sandbox, type for type."""
+    """Expected value, as plain data. It is compared outside the sandbox; values of different types are unequal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,8 +217,8 @@ def _block(marks: str, body: list[str]) -> tuple[str, str]:
 
 
 def _fence(line: str) -> tuple[str, str] | None:
-    """Return the fence and the language of a line that opens a block; None for any other line. Such a line has three or
-    more ` or ~, and no ` after them.
+    """Return the fence and the language of a line that opens a block: three or more ` or ~, and then text without `.
+    Return None for any other line.
     """
     text = line.lstrip(" \t")
     language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text

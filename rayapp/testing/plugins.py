@@ -184,7 +184,9 @@ def check_agent(make: Any) -> None:
 
 
 def check_provider(make: Any) -> None:
-    """Check a provider factory: a function of the section's options. `sandbox_contract` checks its sandboxes."""
+    """Check a provider factory: it makes a provider from the options of a config section. `sandbox_contract` checks
+    sandboxes.
+    """
     provider = make({})
     for name in ("create", "attach", "list", "kill", "close"):
         assert callable(getattr(provider, name, None)), f"a sandbox provider must have a method {name}"

@@ -1,8 +1,12 @@
 """Tools for an agent that writes code. They work in the trajectory's workspace; `loading.py` makes them.
 
-| tool | effect | |---|---| | `python` | runs Python; variables persist between the calls of a trajectory | | `bash` |
-runs a command line | | `edit` | writes a file, or replaces a text in it | | `run_tests` | runs the task's public tests
-on a file | | `submit` | submits the answer, or the whole workspace |
+| tool | effect |
+|---|---|
+| `python` | runs Python; variables persist between the calls of a trajectory |
+| `bash` | runs a command line |
+| `edit` | writes a file, or replaces a text in it |
+| `run_tests` | runs the task's public tests on a file |
+| `submit` | submits the answer, or the whole workspace |
 
 With `stateful: false` each call of `python` gets a new sandbox, without the workspace's files. Coding tasks bring these
 tools; for other tasks, name them in the tool file.

@@ -60,8 +60,8 @@ class McpToolConfig(_Frozen):
     max_wait: float = Field(300.0, gt=0)
     """Maximum seconds for which a call waits for the rate limit."""
     reconnect_timeout: float = Field(30.0, gt=0)
-    """Seconds for which a worker tries to connect again to a lost server, with growing pauses. Later, trajectories that
-    need the server fail."""
+    """Seconds for which a worker tries to connect again to a lost server, with growing pauses. After that, trajectories
+    that need the server fail."""
     session: Literal["worker", "trajectory"] = "worker"
     """`worker`: all trajectories of a worker share one session. `trajectory`: each trajectory has its own, for stateful
     tools."""

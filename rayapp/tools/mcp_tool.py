@@ -301,7 +301,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """Return the record of an execution if the answer is from a server that runs code; otherwise nothing."""
+    """Return the record of an execution if the answer is from a server that runs code; otherwise ()."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()

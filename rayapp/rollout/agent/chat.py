@@ -315,8 +315,8 @@ class ChatFormat:
         self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
-        """Return the template's text for two tool results after a turn. Try a turn with text first; if the template
-        fails on it, use a turn with calls, also from now on.
+        """Return the template's text for two tool results after a turn. Try a turn with text first. If the template
+        fails on it, use a turn with calls, and set `_needs_calls` so that later calls do the same.
         """
         try:
             rest = self._after_turn(_results(_RESULTS))

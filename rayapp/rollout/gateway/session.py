@@ -183,7 +183,7 @@ class Session:
     adapters: Collection[str] = ()
     """Models besides the policy that a call may name: adapters of the engine."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Name -> number of this session's calls of that kind, for `Trajectory.agent_counts`."""
+    """Kind of call -> number of this session's calls of the kind, for `Trajectory.agent_counts`."""
     notes: list[str] = field(default_factory=list)
     """Lines for the agent's output about calls that did not continue the last conversation."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -487,6 +487,7 @@ class Session:
         if drift is None:
             return
         self.counts["forks"] += 1
+        self.counts["forked"] = 1
         self.counts[f"forks/{drift.reason}"] += 1
         self.notes.append(f"rayapp: turn {self._num_asked + 1} does not continue the conversation: {drift}")
 

@@ -1,7 +1,7 @@
 """Tests this node's isolation by attacking it: for `rayapp sandbox doctor`, and for the tests.
 
-    battery/*.yaml (one file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> things reached for
-    each level: start a zygote -> for each attack: run it, judge it, run an honest program -> IsolationReport
+    battery/*.yaml (one file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> things reached
+    for each level: start a zygote -> for each attack: run it, judge it, run an honest program -> IsolationReport
 
 An attack returns the things that it reached: an empty list means that everything was refused. A broken attack also
 returns an empty list. So the tests also run each attack without isolation, where it must reach something (`unisolated:

@@ -141,7 +141,7 @@ class LocalSandbox:
         inside this folder. With an image the path is relative to the image's working folder, or any absolute path.
 
         Raises:
-            OSError: the path is outside that folder, or no space is left.
+            OSError: the path is not allowed, or no space is left.
         """
         self._check_size(len(data))
         answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)

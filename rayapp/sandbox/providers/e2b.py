@@ -456,8 +456,8 @@ class SdkService:
 def control_error(error: Exception, what: str) -> SandboxError:
     """Convert an exception of the SDK's control plane to a SandboxError.
 
-    The SDK has several base classes: SandboxException, AuthenticationException, ServiceBusyException, and raw errors
-    of its transports.
+    The SDK's errors have several base classes: SandboxException, AuthenticationException, ServiceBusyException, and
+    those of its transports.
 
     Args:
         what: name of the call for the message, e.g. `create`.

@@ -1,8 +1,8 @@
 """Sandboxes that run no code and give scripted answers, to test tasks and the pool without a provider.
 
-    provider = FakeProvider(respond=lambda code: "42\\n")        every run_code prints 42 provider.fail_next("create",
-    SandboxQuotaError("full"))      the next creation fails provider.hang_next("create")
-    the next creation answers only after `let_go()`
+    provider = FakeProvider(respond=lambda code: "42\\n")        every run_code prints 42
+    provider.fail_next("create", SandboxQuotaError("full"))      the next creation fails
+    provider.hang_next("create")                                 the next creation answers only after `let_go()`
 
 `fail_share` is the share of all calls that fail, in every way in which a provider can fail; `seed` makes the failures
 repeatable. The attributes `living`, `created`, `killed` and `calls` record the calls. Every call has a deadline.

@@ -235,7 +235,7 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
 
 
 async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
-    """Open the session, and return the same session.
+    """Open a session and return it.
 
     Raises:
         SandboxConfigError: the server refuses the key.

@@ -156,9 +156,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
 
 
 def why_no_workspace(config: SandboxConfig, start: AgentStart) -> str:
-    """Return the reason why a provider can't make the sandboxes of an agent's workspace and verdict; empty if all
-    may.
-    """
+    """Return the reason why a provider can't make the sandboxes that an agent needs; empty if every provider can."""
     images = start.images or ({start.spec.template: ""} if start.spec else {})
     for image, needed in images.items():
         if why := why_no_sandbox(config, image):

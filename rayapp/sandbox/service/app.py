@@ -1,8 +1,9 @@
 """The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and further routes.
 
-POST/GET/DELETE /mcp   streamable HTTP of MCP GET /metrics           metrics of clients and pool, for Prometheus GET
-/health            metrics of the pool; the only route without a key further routes         of the caller of `serving`,
-e.g. SandboxFusion's (`rayapp.tasks.fusion`)
+POST/GET/DELETE /mcp   streamable HTTP of MCP
+GET /metrics           metrics of clients and pool, for Prometheus
+GET /health            the pool's metrics; the only route without a key
+further routes         of the caller of `serving`, e.g. SandboxFusion's (`rayapp.tasks.fusion`)
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
 request's body, and counts the answer.

@@ -77,9 +77,7 @@ class Clients:
         self._metrics = _Metrics(pool)
 
     def named(self, given_keys: tuple[str, ...], address: str) -> str | None:
-        """Return the name of the client that has one of these keys; None if no client has one, and the request must be
-        refused.
-        """
+        """Return the name of the client that has one of these keys; None if no client has one: refuse the request."""
         if not self._keys:
             return address
         encoded = [key.encode() for key in given_keys]

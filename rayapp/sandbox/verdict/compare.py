@@ -2,11 +2,14 @@
 
 Types must be equal at every depth:
 
-| expected | actual | equal | |---|---|---| | 1 | True, 1.0 | no: bool, int and float are three types | | [1, 2] | (1,
-2) | no: list and tuple differ, and so do list and set | | nan | nan | yes: otherwise no answer could match | | 0.0 |
--0.0 | yes, as in Python; floats are otherwise compared bit for bit, without tolerance | | {"a": 1, "b": 2} | {"b": 2,
-"a": 1} | yes: order of dict and set does not count | | {1: "a"} | {True: "a"} | no: the types of keys must be equal,
-too |
+| expected | actual | equal |
+|---|---|---|
+| 1 | True, 1.0 | no: bool, int and float are three types |
+| [1, 2] | (1, 2) | no: list and tuple differ, and so do list and set |
+| nan | nan | yes: otherwise no answer could match |
+| 0.0 | -0.0 | yes, as in Python; floats are otherwise compared bit for bit, without tolerance |
+| {"a": 1, "b": 2} | {"b": 2, "a": 1} | yes: order of dict and set does not count |
+| {1: "a"} | {True: "a"} | no: the types of keys must be equal, too |
 
 Values are plain data that `codec.decode_value` rebuilt, so `==` on a leaf never runs foreign code. An actual value of
 any other type is unequal and raises no exception.

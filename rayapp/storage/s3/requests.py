@@ -152,7 +152,7 @@ class Body(io.BytesIO):
 
 
 def checksum_arguments(data: bytes, checksums: str) -> dict[str, str]:
-    """Return the checksum arguments of an upload. Blocks the calling thread while it hashes `data`.
+    """Return the checksum arguments of an upload. This function blocks while it hashes `data`.
 
     Args:
         checksums: value of `S3Settings.checksums`.
@@ -171,7 +171,7 @@ async def with_retries(request: Callable[[], Awaitable[T]], location: Location, 
     """Send a request until it succeeds, fails permanently, or was sent `max_attempts` times. Return its answer.
 
     Raises:
-        StorageError: the request failed; made from its last error by `translate`.
+        StorageError: the request failed. `translate` makes it from the last error.
     """
     transfer = settings.transfer
     endpoint = settings.endpoint_url or "AWS"

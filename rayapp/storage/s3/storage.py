@@ -76,8 +76,8 @@ def journal_key(key: str) -> str:
 
 
 def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
-    """Return the part size: `part_bytes`, or for larger files the smallest number of whole MiB with at most 10,000
-    parts, S3's limit.
+    """Return the part size: `part_bytes`, or the smallest multiple of 1 MiB above it with which the file has at most
+    10,000 parts (S3's limit).
     """
     least = math.ceil(num_bytes / MAX_PARTS)
     return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)

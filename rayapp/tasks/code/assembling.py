@@ -125,7 +125,9 @@ def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, st
 
 
 def line_below_futures(tree: ast.Module) -> int:
-    """Return the last line of the imports from `__future__`, which must come first; 0 if there are none."""
+    """Return the number of the line in which the imports from `__future__` end, which must come first; 0 if there are
+    none.
+    """
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return max((node.end_lineno or 0 for node in imports if node.module == "__future__"), default=0)
 

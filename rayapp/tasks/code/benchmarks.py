@@ -87,7 +87,8 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
     """Return all problems of a benchmark, in the file's order.
 
     Args:
-        source: `benchmark:NAME[:MODE][=FILE]`, with a .jsonl or .jsonl.gz file as on the hub.
+        source: `benchmark:NAME[:MODE][=FILE]`, where FILE is a .jsonl or .jsonl.gz file with the columns that the
+            benchmark has on the Hugging Face hub.
     Raises:
         InputError: the benchmark or file does not exist, or a row is not a problem.
     """

@@ -103,7 +103,7 @@ CheckAgent = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Options for the selection and order of rows. An option that verl has too has verl's name."""
+    """Options for the selection and order of rows. Options that verl also has have verl's names."""
 
     seed: int = 0
     shuffle: bool = True

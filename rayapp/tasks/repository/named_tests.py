@@ -226,8 +226,8 @@ class PreparedTests:
     async def prepare(
         cls, sandbox: Sandbox, tests: NamedTests, repository: Mapping[str, str]
     ) -> PreparedTests | Reward:
-        """Fill a fresh sandbox and return it as an object. Return an invalid reward if the tests' patch does not apply
-        to the repository.
+        """Fill a fresh sandbox with the repository and the tests, and return the object for it. Return an invalid
+        reward if the tests' patch does not apply to the repository.
 
         Args:
             repository: path -> text of the files to write; empty if the sandbox's image has the repository.

@@ -128,9 +128,9 @@ def without_steering(
 ) -> tuple[dict[str, str], list[str]]:
     """Undo changes to files that control a test runner. Return the repository, and the paths of the undone changes.
 
-    Such files are the runner's configuration, Python's start-up code, metadata of packages (which names plug-ins), and
-    new top-level modules with the name of a module of Python or pytest. Files whose names are in the texts `told` (the
-    task's instruction and solution) may be changed.
+    The files that control a test runner are its configuration, Python's start-up code, metadata of packages (which
+    names plug-ins), and new top-level modules with the name of a module of Python or pytest. Files whose names are in
+    the texts `told` (the task's instruction and solution) may be changed.
     """
     words = "\n".join(told)
     left_out = [

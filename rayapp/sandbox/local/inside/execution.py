@@ -1,8 +1,8 @@
 """Watches one execution from the fork to its end: the time, output, memory and processes of its whole process tree.
 
 An execution exceeds its time limit of N seconds when its process tree has used N seconds of processor time, or when N
-seconds of wall-clock time have passed without the time in which it waited for a processor. Plain wall-clock time would
-depend on the machine's other programs.
+seconds of wall-clock time have passed, not counting time in which it waited for a processor. Plain wall-clock time
+would depend on the machine's other programs.
 
 This module runs in the zygote. The kernel moves output from the execution's pipes into the answer's memory file
 (splice).

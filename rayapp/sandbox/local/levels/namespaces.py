@@ -171,7 +171,7 @@ class Namespaces:
             mount.forget()
 
     def sweep(self, session: int) -> bool:
-        """Return True if the working folder is unchanged; see `Level.sweep`. All processes died with the pid namespace.
+        """Return True if the working folder is unchanged. All processes have ended with their pid namespace.
 
         /tmp is checked now, while no child uses it, because later children are forked while the next execution runs.
         """

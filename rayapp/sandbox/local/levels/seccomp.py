@@ -224,9 +224,7 @@ def refused_or(first: Block, otherwise: Block) -> Block:
 
 
 def _one_of(index: int, mask: int, values: Sequence[int]) -> Block:
-    """Refuse the call unless the argument, after the mask is applied, is one of the values; then continue after this
-    block.
-    """
+    """Refuse the call if the argument, after the mask, is none of the values; otherwise continue after this block."""
     tests = [(_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return (_argument(index), (_AND, 0, 0, mask), *tests, *refuse())
 

@@ -1,10 +1,11 @@
 """The file system as candidate code sees it: Python's library, the system's programs, a few devices.
 
-    /usr, /bin, /lib…   the system's programs and libraries, read-only <library>           Python's standard library,
-    without site-packages (which may hold this project's own tasks) <packages>          the extra packages of a spec,
-    one folder each, read-only /dev                null, zero, full, random, urandom /tmp                private, in
-    memory, with a quota; the only writable folder. If Python or a package is below
-                        the machine's /tmp, it is shown there too, read-only
+    /usr, /bin, /lib…   the system's programs and libraries, read-only
+    <library>           Python's standard library, without site-packages (which may hold this project's own tasks)
+    <packages>          the extra packages of a spec, one folder each, read-only
+    /dev                null, zero, full, random, urandom
+    /tmp                private, in memory, with a quota; the only writable folder. If Python or a package is below
+                        the machine's /tmp, it is also shown there, read-only
     /app, /tests…       links to folders in /tmp that code may make; scripts of Harbor tasks use these paths
 
 Nothing of the machine's /home, /root, /etc, /var, /run, /proc or /sys is shown.
